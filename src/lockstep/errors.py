@@ -1,0 +1,50 @@
+"""The errors that a run can end with. Input errors are `ValueError`s; what goes wrong in a run is a `LockstepError`.
+
+Every message says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(RuntimeError):
+    """Base of every error that a run (not its input) ends with."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A recipe or an override is wrong; the message names the key, what was expected and what came."""
+
+
+class DataError(LockstepError, ValueError):
+    """A data set cannot be read or does not hold what the recipe says (columns, rows, prompt lengths)."""
+
+
+class ModelError(LockstepError, ValueError):
+    """A model folder, a LoRA target or an adapter is not what the recipe says."""
+
+
+class RewardError(LockstepError):
+    """A reward function raised, hung, or returned something that is not one finite number per sample."""
+
+
+class RanksDisagree(LockstepError):
+    """Ranks came to the same point with different plans. The same message is raised on every rank."""
+
+
+class RankMissing(LockstepError):
+    """A rank did not come to a point where the others wait. Names the rank and the phase."""
+
+
+class IncompleteExport(LockstepError):
+    """An export would not carry exactly the tensors that its plan promises."""
+
+
+class TransportError(LockstepError):
+    """An update was refused by its receiver: unknown, missing, repeated, mis-shaped or damaged tensors."""
+
+
+class StaleWeights(LockstepError):
+    """The engine has no complete set of weights to generate with, or a sample's version is not the trainer's."""
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint or run directory cannot be written, read or used."""
