@@ -1,0 +1,272 @@
+"""Environment variables in, a `World` and agreed collectives out: start-up, agreement between ranks, sums over ranks.
+
+Ranks talk over two channels. The *data group* (NCCL on CUDA, gloo on CPU) is what FSDP uses. The *control group* (always
+gloo) carries only fixed-size messages made here, so that a disagreement can be reported instead of corrupting or hanging a
+data collective. The *store* remembers the last phase every rank announced: it names whoever is missing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import LockstepError, RankMissing, RanksDisagree
+from lockstep.types import Stat
+
+log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
+_PHASE_KEY = "lockstep/phase/{rank}"
+
+
+@dataclass(slots=True)
+class World:
+    """The trainer's ranks as this one sees them. `size == 1` needs no process group and makes every collective trivial."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    agree_timeout_s: float = 60.0
+    control: dist.ProcessGroup | None = None
+    """gloo group for agreement and for sums of metrics; None when size is 1."""
+    store: dist.Store | None = None
+    num_agreements: int = 0
+    """How many agreements this rank has entered: part of each, so that ranks out of step notice."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def device_for(name: str, local_rank: int) -> torch.device:
+    """"auto" takes CUDA where there is one. Raises `LockstepError` if "cuda" is asked for and absent."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LockstepError("run.device is cuda, but torch sees no CUDA device; use run.device=cpu or a CUDA build of torch")
+    if local_rank >= torch.cuda.device_count():
+        raise LockstepError(
+            f"local rank {local_rank} has no CUDA device of its own: this host has {torch.cuda.device_count()}; "
+            "start at most one rank per device"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def start(*, device: str, timeout_s: float, agree_timeout_s: float) -> World:
+    """Collective. Join the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK; MASTER_ADDR/PORT or LOCKSTEP_STORE).
+
+    Without RANK this process is the only rank, and FSDP still gets a process group of one. Raises `LockstepError` when the
+    rendezvous fails: the address is taken, or a rank does not come within `timeout_s`.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    where = device_for(device, local_rank)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = _rendezvous(rank, size, timeout)
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=dist.PrefixStore("data", store), rank=rank, world_size=size, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise LockstepError(
+            f"rank {rank} of {size} could not join the others within {timeout_s:.0f} s: {error}. "
+            "Check that every rank was started with the same WORLD_SIZE and a RANK of its own"
+        ) from error
+    return World(rank, size, local_rank, where, agree_timeout_s, control, store)
+
+
+def _rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store that the ranks meet in. Raises `LockstepError` naming the address that is taken or unreachable."""
+    path = os.environ.get("LOCKSTEP_STORE")
+    if path:
+        return dist.FileStore(path, size)
+    if size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 29500))
+    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(host, port, size, is_master=rank == 0 and not hosted_by_agent, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        raise LockstepError(
+            f"rank {rank}: rendezvous at {host}:{port} failed: {error}. If another job uses the port, set MASTER_PORT to a free one"
+        ) from error
+
+
+def stop(world: World) -> None:
+    """Leave the process groups. Not collective: a rank that ends on an error must not wait for the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    world.control = None
+
+
+def announce(world: World, phase: str) -> None:
+    """Tell the store where this rank is, so that an error elsewhere can say it. Costs one store write."""
+    if world.store is not None and world.size > 1:
+        world.store.set(_PHASE_KEY.format(rank=world.rank), f"{world.num_agreements} {phase}")
+
+
+def agree(world: World, *, phase: str, fingerprint: str, describe: Callable[[], Sequence[str]], timeout_s: float | None = None) -> None:
+    """Collective. Return only if every rank came to `phase` with the same `fingerprint`.
+
+    `describe()` gives the lines that the fingerprint is over; it is called only when the ranks differ, and the first line
+    in which two ranks differ is in the `RanksDisagree` that every rank raises. A rank that does not come within `timeout_s`
+    is named in `RankMissing`, with the phase it announced last. Cost on the happy path: one store write and one
+    all-gather of 32 bytes per rank.
+    """
+    if world.size == 1:
+        return
+    limit = world.agree_timeout_s if timeout_s is None else timeout_s
+    world.num_agreements += 1
+    announce(world, phase)
+    mine = hashlib.sha256(f"{world.num_agreements}\n{phase}\n{fingerprint}".encode()).digest()
+    every = gather_bytes(world, mine, phase=phase, timeout_s=limit)
+    if all(other == mine for other in every):
+        return
+    lines = [f"agreement {world.num_agreements}: {phase}", *describe()]
+    raise RanksDisagree(_first_difference(exchange_lines(world, lines, phase=phase, timeout_s=limit), phase))
+
+
+def gather_bytes(world: World, message: bytes, *, phase: str, timeout_s: float) -> list[bytes]:
+    """Collective. Every rank's message (of equal length) on every rank. Raises `RankMissing`."""
+    if world.size == 1:
+        return [message]
+    mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    out = [torch.empty_like(mine) for _ in range(world.size)]
+    with _naming_who_is_missing(world, phase, timeout_s):
+        work = dist.all_gather(out, mine, group=world.control, async_op=True)
+        assert work is not None
+        work.wait(datetime.timedelta(seconds=timeout_s))
+    return [bytes(part.numpy().tobytes()) for part in out]
+
+
+def exchange_lines(world: World, lines: Sequence[str], *, phase: str, timeout_s: float) -> list[list[str]]:
+    """Collective. Every rank's lines on every rank, of whatever length."""
+    blob = "\n".join(lines).encode()
+    sizes = [int.from_bytes(part, "big") for part in gather_bytes(world, len(blob).to_bytes(8, "big"), phase=phase, timeout_s=timeout_s)]
+    padded = blob + b" " * (max(sizes) - len(blob))
+    blobs = gather_bytes(world, padded, phase=phase, timeout_s=timeout_s) if max(sizes) else [b""] * world.size
+    return [part[:size].decode().split("\n") for part, size in zip(blobs, sizes, strict=True)]
+
+
+def _first_difference(lines_by_rank: list[list[str]], phase: str) -> str:
+    reference = lines_by_rank[0]
+    for rank, lines in enumerate(lines_by_rank[1:], start=1):
+        for index in range(max(len(reference), len(lines))):
+            left = reference[index] if index < len(reference) else "(nothing: its list ends here)"
+            right = lines[index] if index < len(lines) else "(nothing: its list ends here)"
+            if left != right:
+                return f"ranks disagree in {phase}, first at entry {index}: rank 0 has {left!r}, rank {rank} has {right!r}"
+    return f"ranks disagree in {phase}, but what they describe is equal: their fingerprints cover something that is not described"
+
+
+@contextmanager
+def _naming_who_is_missing(world: World, phase: str, timeout_s: float) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        waited = time.monotonic() - began
+        raise RankMissing(f"{_who_is_missing(world, phase)} after {waited:.1f} s (limit {timeout_s:.0f} s): {error}") from error
+
+
+def _who_is_missing(world: World, phase: str) -> str:
+    """Read the last announced phase of every rank: those behind are whom we wait for."""
+    assert world.store is not None
+    late = []
+    for rank in range(world.size):
+        key = _PHASE_KEY.format(rank=rank)
+        said = world.store.get(key).decode() if world.store.check([key]) else "-1 start-up"
+        count, _, where = said.partition(" ")
+        if int(count) < world.num_agreements or where != phase:
+            late.append(f"rank {rank} (last seen in {where!r})")
+    whom = ", ".join(late) if late else "a rank that was here and left"
+    return f"rank {world.rank} waited in {phase!r} for {whom}"
+
+
+@contextmanager
+def data_phase(world: World, phase: str) -> Iterator[None]:
+    """Turn a failed data collective (a rank died or stalled) into `RankMissing` naming the phase, on every surviving rank."""
+    announce(world, phase)
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, LockstepError) or not _is_lost_peer(error):
+            raise
+        raise RankMissing(f"{_who_is_missing(world, phase)}: {str(error).splitlines()[0]}") from error
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    text = str(error)
+    return any(mark in text for mark in ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL"))
+
+
+def sum_over_ranks(values: Sequence[float], world: World) -> list[float]:
+    """Collective. Element-wise sums in float64."""
+    return _reduce(values, world, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(values: Sequence[float], world: World) -> list[float]:
+    """Collective. Element-wise maxima in float64."""
+    return _reduce(values, world, dist.ReduceOp.MAX)
+
+
+def _reduce(values: Sequence[float], world: World, op: dist.ReduceOp.RedOpType) -> list[float]:
+    if world.size == 1:
+        return [float(value) for value in values]
+    tensor = torch.tensor(values, dtype=torch.float64)
+    with data_phase(world, "reduce of metrics"):
+        dist.all_reduce(tensor, op=op, group=world.control)
+    return tensor.tolist()
+
+
+def sum_stats(stats: Mapping[str, Stat], world: World) -> dict[str, Stat]:
+    """Collective. Sums and counts added over ranks; every rank must bring the same names."""
+    names = sorted(stats)
+    agree(world, phase="sum of stats", fingerprint="\n".join(names), describe=lambda: names)
+    flat = sum_over_ranks([number for name in names for number in (stats[name].total, stats[name].count)], world)
+    return {name: Stat(flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def any_rank(flag: bool, world: World) -> bool:
+    """Collective. True on every rank if it is true on one."""
+    return max_over_ranks([float(flag)], world)[0] > 0
+
+
+def gather_objects(world: World, text: str) -> list[str]:
+    """Collective. One string of every rank, on every rank, in rank order."""
+    if world.size == 1:
+        return [text]
+    parts = exchange_lines(world, text.split("\n"), phase="gather of text", timeout_s=world.agree_timeout_s)
+    return ["\n".join(part) for part in parts]
+
+
+@contextmanager
+def all_or_none(world: World, phase: str) -> Iterator[None]:
+    """Collective. Run a rank-local block on every rank; if one rank's raises, every rank raises.
+
+    The failing rank raises its own error; the others a `LockstepError` (or the same class, for lockstep's errors) that
+    names the rank and repeats its message.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    said = gather_objects(world, f"{type(failure).__name__}: {failure}" if failure else "")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(said):
+        if text:
+            raise LockstepError(f"rank {rank} failed in {phase}: {text}")
