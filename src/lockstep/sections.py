@@ -1,0 +1,298 @@
+"""Every option of a recipe: its section, name, type, default and meaning, and the checks that tie options together.
+
+A stage is handed its own section, never the whole tree. What reads a recipe into these values is config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def _number(value: Any) -> Any:
+    """Refuse what pydantic would turn into a number silently: true is not 1, and "5" is text."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"expected a number; {value!r} came")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Fraction = Annotated[Float, Field(gt=0, le=1)]
+BelowOne = Annotated[Float, Field(ge=0, lt=1)]
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+class Section(BaseModel):
+    """One part of the recipe. One that is named but left empty (`train:` and nothing below it) has its defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        sections = {name for name, info in cls.model_fields.items() if is_section(info.annotation)}
+        return {name: {} if value is None and name in sections else value for name, value in data.items()}
+
+
+class RunConfig(Section):
+    dir: str = Field(default="", description="run directory; empty means runs/<recipe's file name>")
+    seed: NonNegativeInt = Field(
+        default=0, description="seed of everything random: adapter init, data order, sampling, dropout"
+    )
+    num_steps: PositiveInt = Field(default=100, description="optimizer steps to train")
+    max_train_seconds: PositiveFloat | None = Field(
+        default=None,
+        description="stop cleanly once training has taken this long (seconds, evaluation not counted); none: no limit",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
+
+
+class DistConfig(Section):
+    timeout_s: PositiveFloat = Field(default=600.0, description="limit of one data collective (seconds)")
+    agree_timeout_s: PositiveFloat = Field(
+        default=60.0, description="how long ranks wait for each other at an agreement (seconds)"
+    )
+
+
+class ModelConfig(Section):
+    path: str = Field(
+        description="folder of a transformers checkpoint, or package:NAME for a GGUF file in an installed package"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="dtype of the frozen base, trainer and engine alike"
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        default="sdpa", description="transformers' attention kernel"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="less memory, more time: recompute activations in backward",
+    )
+
+
+class LoraSection(Section):
+    rank: PositiveInt = Field(default=16, description="rank r of the adapter")
+    alpha: PositiveFloat = Field(
+        default=32.0, description="scale numerator: the update is alpha/r * B @ A (alpha/sqrt(r) with use_rslora)"
+    )
+    dropout: BelowOne = Field(default=0.0, description="dropout on the adapter's input while training")
+    targets: str | tuple[str, ...] = Field(
+        default="all-linear",
+        description="all-linear (without the head), a regular expression, or a list of module name endings",
+    )
+    use_rslora: bool = Field(default=False, description="scale by alpha/sqrt(r)")
+    init_from: str = Field(
+        default="",
+        description="PEFT folder to start from; empty starts a new adapter (random A, zero B)",
+    )
+
+
+class ShardingConfig(Section):
+    backend: Literal["fsdp2"] = Field(default="fsdp2", description="how parameters are sharded over the ranks")
+    layer_classes: tuple[str, ...] = Field(
+        default=(), description="module classes that become units; empty: the model's own list"
+    )
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="drop gathered parameters after forward (least memory); false: keep them until backward",
+    )
+
+
+class DataSource(Section):
+    """One data set: a named task, or a file of one's own."""
+
+    task: str = Field(default="", description="named task: sums, or reasoning-gym:NAME; empty if path is given")
+    task_args: Mapping[str, Any] = Field(
+        default_factory=dict, description="arguments of the task, e.g. {low: 10, high: 99}"
+    )
+    path: str = Field(
+        default="",
+        description="JSONL or Parquet file, or a folder saved by datasets; empty if task is given",
+    )
+    split: str = Field(default="train", description="split to take, where path holds several")
+    num_rows: PositiveInt | None = Field(
+        default=None,
+        description="rows to take (file) or to make (task; 1024 if none)",
+    )
+    prompt_column: str = Field(
+        default="prompt",
+        description="column with the question: text, or a list of chat messages",
+    )
+    answer_column: str = Field(
+        default="answer",
+        description="column with the reference answer; empty: the data has none",
+    )
+    seed: NonNegativeInt = Field(default=0, description="seed of a named task's rows")
+
+
+class PromptConfig(Section):
+    """How a row becomes token ids."""
+
+    format: Literal["chat", "text"] = Field(
+        default="chat", description="chat: through the tokenizer's chat template; text: as it is"
+    )
+    template: str = Field(default="{prompt}", description="text put around the question; {prompt} stands for it")
+    system: str | None = Field(default=None, description="system message; none leaves it to the chat template")
+    max_tokens: PositiveInt = Field(default=1024, description="longest prompt allowed, in tokens")
+    on_too_long: Literal["drop", "error"] = Field(
+        default="drop", description="longer prompts: drop them and say how many, or refuse to start"
+    )
+
+
+class DataConfig(Section):
+    train: DataSource
+    eval: DataSource | None = Field(
+        default=None, description="held-out data; rows whose question is also in train are removed from train"
+    )
+    prompt: PromptConfig = PromptConfig()
+    shuffle: bool = Field(default=True, description="shuffle the training rows anew in every epoch (by run.seed)")
+
+
+class RewardConfig(Section):
+    name: str = Field(
+        description="exact_match, last_number, format_number, math_verify, reasoning_gym, or module:function"
+    )
+    weight: Float = Field(default=1.0, description="factor in the total reward; negative values punish")
+    timeout_s: PositiveFloat = Field(
+        default=30.0,
+        description="limit for one batch of samples (seconds); beyond it the run stops and shows the sample",
+    )
+    args: Mapping[str, Any] = Field(default_factory=dict, description="extra keyword arguments for the function")
+
+
+class RolloutConfig(Section):
+    engine: Literal["hf"] = Field(
+        default="hf", description="what generates: hf is transformers in the trainer's process, with weights of its own"
+    )
+    prompts_per_step: PositiveInt = Field(default=8, description="prompts in one step, over all ranks")
+    group_size: PositiveInt = Field(default=8, description="samples per prompt")
+    temperature: NonNegativeFloat = Field(
+        default=1.0, description="logits are divided by it, in the engine and in the trainer; 0 is refused for training"
+    )
+    top_p: Fraction = Field(default=1.0, description="nucleus sampling; the trainer masks alike when it is below 1")
+    top_k: NonNegativeInt = Field(default=0, description="keep the k most likely tokens; 0 keeps all")
+    max_new_tokens: PositiveInt = Field(default=64, description="longest completion, in tokens")
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field(
+        default=(), description="token ids that end a completion, beside the tokenizer's and the checkpoint's EOS"
+    )
+    batch_tokens: PositiveInt = Field(
+        default=65536,
+        description="tokens of key-value cache that one generation batch may fill",
+    )
+
+
+class TrainConfig(Section):
+    algorithm: Literal["grpo", "dr_grpo", "rloo"] = Field(default="grpo", description="how rewards become advantages")
+    lr: PositiveFloat = Field(default=1e-4, description="AdamW learning rate")
+    betas: tuple[BelowOne, BelowOne] = Field(default=(0.9, 0.999), description="AdamW moment decay rates")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW decoupled weight decay")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="learning rate after warm-up, down to 0 at run.num_steps"
+    )
+    warmup_steps: NonNegativeInt = Field(default=0, description="steps of linear warm-up")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="clip the global gradient norm to this")
+    clip_low: NonNegativeFloat = Field(default=0.2, description="PPO ratio clipped below 1 - clip_low")
+    clip_high: NonNegativeFloat = Field(default=0.28, description="PPO ratio clipped above 1 + clip_high")
+    kl_coef: NonNegativeFloat = Field(
+        default=0.0, description="weight of the k3 KL to the reference policy in the loss; 0 skips the reference pass"
+    )
+    drop_zero_std: bool = Field(
+        default=True, description="leave groups whose rewards are all equal out of the update (they carry no gradient)"
+    )
+    mask_truncated: bool = Field(default=False, description="leave completions cut at max_new_tokens out of the loss")
+    packing: Literal["padded", "packed", "shared_prefix"] = Field(
+        default="shared_prefix",
+        description="padded: a row per sample; packed: samples in a row; shared_prefix: a group's prompt computed once",
+    )
+    micro_batch_tokens: PositiveInt = Field(
+        default=8192,
+        description="tokens of one forward and backward pass, per rank",
+    )
+
+
+class SyncConfig(Section):
+    mode: Literal["adapter", "merged"] = Field(
+        default="adapter", description="what travels to the engine after each step: the LoRA tensors, or merged weights"
+    )
+    bucket_mb: PositiveFloat = Field(default=64.0, description="size of one bucket (MiB); bounds the export's memory")
+
+
+class EvalConfig(Section):
+    before: bool = Field(default=True, description="score the held-out data before training")
+    after: bool = Field(default=True, description="score the held-out data after training")
+    every_steps: NonNegativeInt = Field(default=0, description="score it every so many steps too; 0: never")
+    max_new_tokens: PositiveInt = Field(default=24, description="longest completion when scoring (greedy)")
+    correct: str = Field(
+        default="last_number",
+        description="reward that says whether an answer is right: accuracy counts values above 0.5",
+    )
+    format: str = Field(
+        default="", description="reward that says whether the form is as asked (format_rate); empty: not measured"
+    )
+    before_templates: tuple[str, ...] = Field(
+        default=(), description="other prompt templates tried before training; the best of all is the reported `before`"
+    )
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = Field(
+        default=10,
+        description="save every so many steps; 0: only at the end and when stopped",
+    )
+    keep: PositiveInt = Field(default=2, description="complete checkpoints to keep; older ones are deleted")
+
+
+class ObserveConfig(Section):
+    tensorboard: bool = Field(default=True, description="write TensorBoard event files")
+    samples_per_step: NonNegativeInt = Field(default=8, description="samples written to samples/ at each step")
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    dist: DistConfig = DistConfig()
+    model: ModelConfig
+    lora: LoraSection = LoraSection()
+    sharding: ShardingConfig = ShardingConfig()
+    data: DataConfig
+    reward: tuple[RewardConfig, ...] = Field(
+        min_length=1, description="reward functions; the total is their weighted sum"
+    )
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    sync: SyncConfig = SyncConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Config:
+        if self.rollout.temperature == 0:
+            raise ValueError(
+                "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
+            )
+        if self.train.algorithm in ("grpo", "dr_grpo", "rloo") and self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size is 1: {self.train.algorithm} compares the samples of a group; use 2 or more"
+            )
+        for where, source in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            if source is not None and bool(source.task) == bool(source.path):
+                given = "both" if source.task else "neither"
+                raise ValueError(f"{where}: give either `task` or `path`; {given} came")
+        templates = {"data.prompt.template": self.data.prompt.template}
+        templates |= {f"eval.before_templates.{i}": text for i, text in enumerate(self.eval.before_templates)}
+        for where, text in templates.items():
+            if "{prompt}" not in text:
+                raise ValueError(f"{where} must contain {{prompt}}, which stands for the question; it is {text!r}")
+        return self
