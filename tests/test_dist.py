@@ -6,7 +6,18 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from lockstep.dist import World, agree, all_or_none, any_rank, data_phase, gather_objects, max_over_ranks, sum_over_ranks, sum_stats
+
+from lockstep.dist import (
+    World,
+    agree,
+    all_or_none,
+    any_rank,
+    data_phase,
+    gather_objects,
+    max_over_ranks,
+    sum_over_ranks,
+    sum_stats,
+)
 from lockstep.errors import DataError, LockstepError, RankMissing, RanksDisagree
 from lockstep.testing import collect_ranks, run_ranks
 from lockstep.types import Stat
@@ -18,7 +29,9 @@ def say(world: World, phase: str, lines: list[str], **kwargs) -> None:
 
 def check_agreement(world: World) -> None:
     say(world, "plan", ["a float32 [2]", "b float32 [3]"])
-    with pytest.raises(RanksDisagree, match=r"first at entry 2: rank 0 has 'b float32 \[3\]', rank 1 has 'b bfloat16 \[3\]'"):
+    with pytest.raises(
+        RanksDisagree, match=r"first at entry 2: rank 0 has 'b float32 \[3\]', rank 1 has 'b bfloat16 \[3\]'"
+    ):
         say(world, "plan", ["a float32 [2]", "b float32 [3]" if world.rank == 0 else "b bfloat16 [3]"])
     with pytest.raises(RanksDisagree, match="its list ends here"):
         say(world, "plan", ["a", "b"][: 2 - world.rank])
@@ -103,5 +116,3 @@ def test_one_rank_needs_no_group():
     assert sum_over_ranks([2.0], world) == [2.0]
     with pytest.raises(DataError), all_or_none(world, "reading"):
         raise DataError("x")
-
-

@@ -49,11 +49,13 @@ class World:
 
 
 def device_for(name: str, local_rank: int) -> torch.device:
-    """"auto" takes CUDA where there is one. Raises `LockstepError` if "cuda" is asked for and absent."""
+    """ "auto" takes CUDA where there is one. Raises `LockstepError` if "cuda" is asked for and absent."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LockstepError("run.device is cuda, but torch sees no CUDA device; use run.device=cpu or a CUDA build of torch")
+        raise LockstepError(
+            "run.device is cuda, but torch sees no CUDA device; use run.device=cpu or a CUDA build of torch"
+        )
     if local_rank >= torch.cuda.device_count():
         raise LockstepError(
             f"local rank {local_rank} has no CUDA device of its own: this host has {torch.cuda.device_count()}; "
@@ -77,7 +79,9 @@ def start(*, device: str, timeout_s: float, agree_timeout_s: float) -> World:
     store = _rendezvous(rank, size, timeout)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, store=dist.PrefixStore("data", store), rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("data", store), rank=rank, world_size=size, timeout=timeout
+        )
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise LockstepError(
@@ -117,7 +121,9 @@ def announce(world: World, phase: str) -> None:
         world.store.set(_PHASE_KEY.format(rank=world.rank), f"{world.num_agreements} {phase}")
 
 
-def agree(world: World, *, phase: str, fingerprint: str, describe: Callable[[], Sequence[str]], timeout_s: float | None = None) -> None:
+def agree(
+    world: World, *, phase: str, fingerprint: str, describe: Callable[[], Sequence[str]], timeout_s: float | None = None
+) -> None:
     """Collective. Return only if every rank came to `phase` with the same `fingerprint`.
 
     `describe()` gives the lines that the fingerprint is over; it is called only when the ranks differ, and the first line
@@ -154,7 +160,10 @@ def gather_bytes(world: World, message: bytes, *, phase: str, timeout_s: float) 
 def exchange_lines(world: World, lines: Sequence[str], *, phase: str, timeout_s: float) -> list[list[str]]:
     """Collective. Every rank's lines on every rank, of whatever length."""
     blob = "\n".join(lines).encode()
-    sizes = [int.from_bytes(part, "big") for part in gather_bytes(world, len(blob).to_bytes(8, "big"), phase=phase, timeout_s=timeout_s)]
+    sizes = [
+        int.from_bytes(part, "big")
+        for part in gather_bytes(world, len(blob).to_bytes(8, "big"), phase=phase, timeout_s=timeout_s)
+    ]
     padded = blob + b" " * (max(sizes) - len(blob))
     blobs = gather_bytes(world, padded, phase=phase, timeout_s=timeout_s) if max(sizes) else [b""] * world.size
     return [part[:size].decode().split("\n") for part, size in zip(blobs, sizes, strict=True)]
@@ -167,7 +176,9 @@ def _first_difference(lines_by_rank: list[list[str]], phase: str) -> str:
             left = reference[index] if index < len(reference) else "(nothing: its list ends here)"
             right = lines[index] if index < len(lines) else "(nothing: its list ends here)"
             if left != right:
-                return f"ranks disagree in {phase}, first at entry {index}: rank 0 has {left!r}, rank {rank} has {right!r}"
+                return (
+                    f"ranks disagree in {phase}, first at entry {index}: rank 0 has {left!r}, rank {rank} has {right!r}"
+                )
     return f"ranks disagree in {phase}, but what they describe is equal: their fingerprints cover something that is not described"
 
 
@@ -178,7 +189,9 @@ def _naming_who_is_missing(world: World, phase: str, timeout_s: float) -> Iterat
         yield
     except RuntimeError as error:
         waited = time.monotonic() - began
-        raise RankMissing(f"{_who_is_missing(world, phase)} after {waited:.1f} s (limit {timeout_s:.0f} s): {error}") from error
+        raise RankMissing(
+            f"{_who_is_missing(world, phase)} after {waited:.1f} s (limit {timeout_s:.0f} s): {error}"
+        ) from error
 
 
 def _who_is_missing(world: World, phase: str) -> str:
@@ -209,7 +222,16 @@ def data_phase(world: World, phase: str) -> Iterator[None]:
 
 def _is_lost_peer(error: RuntimeError) -> bool:
     text = str(error)
-    return any(mark in text for mark in ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL"))
+    return any(
+        mark in text
+        for mark in (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Timed out waiting",
+            "Broken pipe",
+            "NCCL",
+        )
+    )
 
 
 def sum_over_ranks(values: Sequence[float], world: World) -> list[float]:

@@ -22,7 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lockstep import dist as ldist
 
 
-def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90.0, agree_timeout_s: float = 20.0) -> list[Any]:
+def run_ranks(
+    num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90.0, agree_timeout_s: float = 20.0
+) -> list[Any]:
     """Run `fn(world, *args)` on every rank; `fn` must be importable (module level). Return values by rank.
 
     Raises `AssertionError` with the first failing rank's traceback, or naming the ranks that did not finish in `timeout_s`.
@@ -70,7 +72,11 @@ def _collect(ranks: list[Any], results: Any, timeout_s: float) -> list[tuple[boo
         if process.is_alive():
             process.kill()
             process.join()
-        state = f"no result within {timeout_s:.0f} s" if process.exitcode is None else f"process ended with {process.exitcode}"
+        state = (
+            f"no result within {timeout_s:.0f} s"
+            if process.exitcode is None
+            else f"process ended with {process.exitcode}"
+        )
         outcomes.setdefault(rank, (False, state))
     return [outcomes[rank] for rank in range(len(ranks))]
 

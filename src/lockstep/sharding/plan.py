@@ -71,7 +71,9 @@ class PlannedTensor:
 
     def line(self) -> str:
         tied = f" tied to {list(self.aliases)}" if self.aliases else ""
-        return f"{clean_name(self.name)} {self.dtype} {list(self.shape)}{' trainable' if self.is_trainable else ''}{tied}"
+        return (
+            f"{clean_name(self.name)} {self.dtype} {list(self.shape)}{' trainable' if self.is_trainable else ''}{tied}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,16 @@ class ShardingPlan:
     def table(self, world_size: int) -> str:
         """Units with their sizes, for people."""
         rows = [
-            f"{clean_name(unit.module) or '(root)':48} {len(unit.parameters):5} tensors {unit.nbytes / 2**20:9.2f} MiB" for unit in self.units
+            f"{clean_name(unit.module) or '(root)':48} {len(unit.parameters):5} tensors {unit.nbytes / 2**20:9.2f} MiB"
+            for unit in self.units
         ]
         total = sum(unit.nbytes for unit in self.units)
-        return "\n".join([*rows, f"total {total / 2**20:.2f} MiB, {total / world_size / 2**20:.2f} MiB on each of {world_size} ranks"])
+        return "\n".join(
+            [
+                *rows,
+                f"total {total / 2**20:.2f} MiB, {total / world_size / 2**20:.2f} MiB on each of {world_size} ranks",
+            ]
+        )
 
 
 def plan_sharding(model: nn.Module, policy: Policy | None = None) -> ShardingPlan:
@@ -154,10 +162,18 @@ def _choose(model: nn.Module, policy: Policy) -> list[str]:
 
 def _by_class(model: nn.Module, names: Sequence[str]) -> list[str]:
     wanted = set(names) or _no_split_classes(model)
-    found = [(name, type(module).__name__) for name, module in model.named_modules() if name and type(module).__name__ in wanted]
+    found = [
+        (name, type(module).__name__)
+        for name, module in model.named_modules()
+        if name and type(module).__name__ in wanted
+    ]
     missing = sorted(wanted - {cls for _, cls in found})
     if not found:
-        log.warning("no module of class %s in the model; taking units of at least %d parameters", sorted(wanted), _DEFAULT_MIN_PARAMS)
+        log.warning(
+            "no module of class %s in the model; taking units of at least %d parameters",
+            sorted(wanted),
+            _DEFAULT_MIN_PARAMS,
+        )
         return _by_size(model, _DEFAULT_MIN_PARAMS)
     if missing:
         log.warning("classes %s are not in the model; units are made of %s", missing, sorted(wanted - set(missing)))
@@ -181,7 +197,11 @@ def _by_size(model: nn.Module, num_params: int) -> list[str]:
     def reaches(module: nn.Module) -> bool:
         return sum(param.numel() for param in module.parameters()) >= num_params
 
-    return [name for name, module in model.named_modules() if name and reaches(module) and not any(map(reaches, module.children()))]
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and reaches(module) and not any(map(reaches, module.children()))
+    ]
 
 
 def _by_glob(model: nn.Module, globs: Sequence[str]) -> list[str]:

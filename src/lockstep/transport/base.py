@@ -67,7 +67,9 @@ class Ledger:
         spec = self._expected.get(name)
         if spec is None:
             near = difflib.get_close_matches(name, self._expected, n=1, cutoff=0.0)
-            raise TransportError(f"unknown tensor {name!r} in version {self.manifest.version}; the nearest expected name is {near}")
+            raise TransportError(
+                f"unknown tensor {name!r} in version {self.manifest.version}; the nearest expected name is {near}"
+            )
         if name in self._seen:
             raise TransportError(f"tensor {name!r} came twice in version {self.manifest.version}")
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
