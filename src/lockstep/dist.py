@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def start(*, device: str, timeout_s: float, agree_timeout_s: float) -> World:
         dist.init_process_group(
             backend, store=dist.PrefixStore("data", store), rank=rank, world_size=size, timeout=timeout
         )
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except (RuntimeError, ValueError) as error:
         raise LockstepError(
             f"rank {rank} of {size} could not join the others within {timeout_s:.0f} s: {error}. "

@@ -29,7 +29,7 @@ class WeightStream:
     def __init__(self, sharded: ShardedModel, plan: ExportPlan, *, to: Destination):
         self.plan = plan
         self._sharded = sharded
-        self._to = to
+        self._to: Destination = to
         self._buckets = self._gather_all()
         self._is_open = False
 

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -91,7 +91,7 @@ def load_whole(files: ModelFiles, *, dtype: torch.dtype, attention: str, device:
         )
     except (ValueError, OSError, ImportError) as error:
         raise ModelError(f"{files.path}: cannot load the model: {error}") from error
-    return model.to(device).eval()
+    return cast(PreTrainedModel, cast(torch.nn.Module, model).to(device).eval())
 
 
 def _weight_index(folder: Path) -> dict[str, Path]:
@@ -149,7 +149,7 @@ def _convert(gguf: Path, target: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         config = model.config
         # The loader leaves its own mark, with which save_pretrained refuses: the values are plain floats by now.
-        del config.quantization_config
+        del config.quantization_config  # type: ignore[attr-defined]
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         plain.load_state_dict(model.state_dict())
         plain.save_pretrained(draft)

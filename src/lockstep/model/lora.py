@@ -166,7 +166,7 @@ def _materialise(model: PeftModel, adapter: str, config: LoraConfig, *, seed: in
         for name, layer in lora_layers(model, adapter):
             unknown = [
                 key
-                for key, param in layer.named_parameters()
+                for key, param in cast(nn.Module, layer).named_parameters()
                 if f".{adapter}" in f".{key}" and param.is_meta and key.split(".")[0] not in _CONTAINERS
             ]
             if unknown:
@@ -218,7 +218,7 @@ def _activate(model: PeftModel, adapter: str) -> None:
     """Make one adapter the active one. PEFT also makes it trainable, so the reference is frozen again right away."""
     model.set_adapter(adapter)
     for _, layer in lora_layers(model, ADAPTER):
-        for name, param in layer.named_parameters():
+        for name, param in cast(nn.Module, layer).named_parameters():
             if f".{REFERENCE}" in f".{name}":
                 param.requires_grad_(False)
             elif f".{ADAPTER}" in f".{name}":

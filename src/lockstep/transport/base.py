@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import xxhash
@@ -44,7 +44,7 @@ class Receiver(Protocol):
 def tensor_line(name: str, tensor: torch.Tensor) -> str:
     """One tensor's part of the digest: name, dtype, shape and the xxh3-128 of its bytes in row-major order."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return f"{name} {tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(flat.numpy())}"
+    return f"{name} {tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(cast(bytes, flat.numpy()))}"
 
 
 def digest_of(lines: Iterable[str]) -> str:
@@ -84,5 +84,6 @@ class Ledger:
         missing = [name for name in self._expected if name not in self._seen]
         if missing:
             raise TransportError(
-                f"version {self.manifest.version} is incomplete: {len(missing)} of {len(self._expected)} tensors never came, first {missing[:3]}"
+                f"version {self.manifest.version} is incomplete: {len(missing)} of {len(self._expected)} tensors never came, "
+                f"first {missing[:3]}"
             )

@@ -1,0 +1,225 @@
+"""A training state in, `checkpoints/step-N/` out, and back: whole and verified, or not there at all.
+
+```
+step-000010/
+  adapter/     PEFT folder: plain PeftModel.from_pretrained loads it
+  state/       torch.distributed.checkpoint: adapter and optimizer as sharded tensors, readable on any number of ranks
+  files.json   step, policy version, and size + xxh3-128 of every other file: what makes the checkpoint complete
+```
+Random numbers, data order and learning rate are functions of (seed, step), so the step number is all that resuming
+needs beside these tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from lockstep.dist import World, agree, all_or_none, gather_objects
+from lockstep.errors import CheckpointError
+from lockstep.export.plan import AdapterExport
+from lockstep.export.stream import export_weights
+from lockstep.files import atomic_write_text, begin_dir, commit_dir, explain_os_errors, temporary_dir
+from lockstep.names import clean_name
+from lockstep.sharding.base import ShardedModel
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "step-"
+_FILES = "files.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """What is saved: live objects, filled in place by `load`."""
+
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+
+
+def save(folder: Path, state: TrainState, *, step: int, keep: int, extra: dict[str, Any] | None = None) -> Path:
+    """Collective. Write `folder/step-N` under a temporary name, then rename; then delete all but the newest `keep`.
+
+    Raises `CheckpointError` on every rank when one cannot write; what was there before stays.
+    """
+    world = state.sharded.world
+    target = folder / f"{_PREFIX}{step:06d}"
+    draft = temporary_dir(target)
+    with all_or_none(world, "starting a checkpoint"):
+        if world.is_main:
+            begin_dir(target)
+    _save_adapter(draft / "adapter", state.sharded)
+    try:
+        with explain_os_errors(draft):
+            dcp.save(_tensors(state), storage_writer=dcp.FileSystemWriter(draft / "state"), process_group=world.control)
+    except CheckpointException as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(f"cannot write {draft / 'state'}: {_first_cause(error)}") from error
+    with all_or_none(world, "finishing a checkpoint"):
+        if world.is_main:
+            meta = {"step": step, "world_size": world.size, **(extra or {}), "files": _describe_files(draft)}
+            atomic_write_text(draft / _FILES, json.dumps(meta, indent=1))
+            commit_dir(draft, target)
+            _delete_old(folder, keep)
+    return target
+
+
+def newest(folder: Path, world: World) -> Found | None:
+    """Collective. The newest checkpoint whose every file is as it was written; damaged ones are named and passed over."""
+    choice = ""
+    with all_or_none(world, "looking for a checkpoint"):
+        if world.is_main:
+            choice = next((path.name for path in _candidates(folder) if _is_sound(path)), "")
+    name = gather_objects(world, choice)[0]
+    return Found(folder / name, int(name.removeprefix(_PREFIX))) if name else None
+
+
+def load(found: Found, state: TrainState) -> dict[str, Any]:
+    """Collective. Put a checkpoint's tensors into the live adapter and optimizer, on any number of ranks; its `files.json`."""
+    stored = dcp.FileSystemReader(found.path / "state").read_metadata().state_dict_metadata
+    tensors = _tensors(state, wanted=set(stored))
+    lines = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
+    agree(state.sharded.world, phase="load of a checkpoint", fingerprint="\n".join(lines), describe=lambda: lines)
+    odd = sorted(set(stored) ^ set(tensors))
+    if odd:
+        raise CheckpointError(f"{found.path} is of another model or optimizer: {odd[0]!r} is only in one of the two")
+    try:
+        dcp.load(
+            tensors,
+            storage_reader=dcp.FileSystemReader(found.path / "state"),
+            process_group=state.sharded.world.control,
+        )
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot read {found.path / 'state'}: {_first_cause(error)}") from error
+    return json.loads((found.path / _FILES).read_text())
+
+
+def save_adapter_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Write a PEFT folder. Not collective. Refuses an empty or scalar LoRA tensor: such files load and do nothing."""
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            raise CheckpointError(
+                f"{name} is empty ({list(tensor.shape)}): refusing to write an adapter that does nothing"
+            )
+    with explain_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            folder / "adapter_model.safetensors",
+            {"format": "pt"},
+        )
+        atomic_write_text(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True))
+
+
+def _save_adapter(folder: Path, sharded: ShardedModel) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    with export_weights(sharded, AdapterExport(), to=0) as stream:
+        for bucket in stream:
+            tensors.update(bucket.items())
+    with all_or_none(sharded.world, "writing the adapter"):
+        if sharded.world.is_main:
+            save_adapter_folder(folder, tensors, dict(stream.plan.adapter_config or {}))
+
+
+def _tensors(state: TrainState, wanted: set[str] | None = None) -> dict[str, torch.Tensor]:
+    """Sharded tensors by name. For loading (`wanted` given), optimizer state that does not exist yet is made, as zeros.
+
+    A parameter that never had a step has no optimizer state: it is neither saved nor expected (transformers #25849).
+    """
+    out: dict[str, torch.Tensor] = {}
+    for live, param in state.sharded.trainable():
+        name = clean_name(live)
+        out[f"adapter.{name}"] = param.detach()
+        slots = state.optimizer.state[param] if param in state.optimizer.state else {}
+        for slot in ("step", "exp_avg", "exp_avg_sq"):
+            key = f"optimizer.{name}.{slot}"
+            if wanted is not None and key in wanted and slot not in slots:
+                state.optimizer.state[param][slot] = _empty_slot(slot, param)
+                slots = state.optimizer.state[param]
+            if slot in slots:
+                out[key] = slots[slot]
+    return out
+
+
+def _empty_slot(slot: str, param: torch.Tensor) -> torch.Tensor:
+    if slot == "step":
+        return torch.zeros((), dtype=torch.float32)
+    local = param.detach()
+    return torch.zeros_like(local, dtype=torch.float32) if isinstance(local, DTensor) else torch.zeros_like(local)
+
+
+def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _FILES)
+    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "xxh3": _hash(path)} for path in files}
+
+
+def _hash(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Newest first."""
+    numbered = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    return iter(sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True))
+
+
+def _is_sound(path: Path) -> bool:
+    """Is every file there, with the bytes that were written? Says what is wrong with one that is passed over."""
+    fault = _fault(path)
+    if fault:
+        log.warning("passing over checkpoint %s: %s", path, fault)
+    return not fault
+
+
+def _fault(path: Path) -> str:
+    try:
+        files = json.loads((path / _FILES).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"it is incomplete: its {_FILES} cannot be read ({error})"
+    for name, said in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"it is incomplete: {name} is missing"
+        if file.stat().st_size != said["bytes"]:
+            return f"it is damaged: {name} has {file.stat().st_size} bytes, {said['bytes']} were written"
+        if _hash(file) != said["xxh3"]:
+            return f"it is damaged: the bytes of {name} are not those that were written"
+    return ""
+
+
+def _delete_old(folder: Path, keep: int) -> None:
+    """Keep the newest `keep`; a folder is renamed before it is deleted, so that none is ever half there."""
+    for path in list(_candidates(folder))[keep:]:
+        doomed = temporary_dir(path)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _first_cause(error: CheckpointException) -> str:
+    rank, failure = next(iter(error.failures.items()))
+    cause = failure[0] if isinstance(failure, tuple) else failure
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
