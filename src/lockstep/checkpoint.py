@@ -150,7 +150,7 @@ def _tensors(state: TrainState, wanted: set[str] | None = None) -> dict[str, tor
     for live, param in state.sharded.trainable():
         name = clean_name(live)
         out[f"adapter.{name}"] = param.detach()
-        slots = state.optimizer.state[param] if param in state.optimizer.state else {}
+        slots = state.optimizer.state.get(param, {})
         for slot in ("step", "exp_avg", "exp_avg_sq"):
             key = f"optimizer.{name}.{slot}"
             if wanted is not None and key in wanted and slot not in slots:

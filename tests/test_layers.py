@@ -1,0 +1,91 @@
+"""A file imports only from lower layers (or its own part), heavy libraries have one home, and loop.py stays short."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "lockstep"
+
+# The longest matching prefix decides. docs/architecture.md explains each.
+LAYERS = {
+    "errors": 0, "types": 0, "names": 0, "version": 0,
+    "config": 1, "sections": 1, "yaml_text": 1, "dist": 1, "sampling": 1, "files": 1, "signals": 1,
+    "model": 2, "data": 2, "transport": 2, "observe.metrics": 2, "observe.timing": 2, "observe.samples": 2, "rundir": 2,
+    "sharding": 3, "rollout": 3,
+    "train": 4, "export": 4,
+    "verify": 5, "observe": 5, "checkpoint": 5, "assemble": 5, "evaluate": 5,
+    "loop": 6,
+    "failures": 7, "supervise": 7, "launch": 7, "worker": 7, "cli": 7, "__main__": 7,
+    "testing": 9,
+}  # fmt: skip
+
+# What a part may not import although its layer is lower or equal.
+NEVER = {
+    "train": ("rollout",), "sharding": ("rollout",), "export": ("rollout",), "checkpoint": ("rollout",), "model": ("rollout",),
+    "rollout": ("sharding", "export", "model", "train"),
+}  # fmt: skip
+
+# Heavy library: the only modules that import it.
+HOMES = {
+    "peft": ("model.lora", "export.merge", "export.plan", "sharding.fsdp2", "rollout.hf_weights"),
+    "torch.distributed.fsdp": ("sharding.fsdp2",),
+    "torch.distributed.checkpoint": ("checkpoint",),
+    "math_verify": ("data.reward_functions", "data.extras"),
+    "reasoning_gym": ("data.tasks", "data.reward_functions", "data.extras"),
+}
+
+MODULES = {
+    ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(SRC.rglob("*.py")) if path.parent != SRC or path.name != "__init__.py"
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def inner(path: Path) -> set[str]:
+    """Modules of lockstep that a file imports, without the package's name."""
+    names = {name.removeprefix("lockstep.") for name in imports(path) if name.startswith("lockstep.")}
+    return {name for name in names if name in MODULES}
+
+
+def layer(module: str) -> int:
+    prefixes = [".".join(module.split(".")[:depth]) for depth in range(module.count(".") + 1, 0, -1)]
+    return next(LAYERS[prefix] for prefix in prefixes if prefix in LAYERS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_from_lower_layers(module):
+    part = module.split(".")[0]
+    for other in inner(MODULES[module]):
+        same_part = other.split(".")[0] == part
+        assert same_part or layer(other) < layer(module) or (layer(other) == layer(module) and layer(module) in (0, 1, 2, 5, 7)), (
+            f"{module} (layer {layer(module)}) imports {other} (layer {layer(other)})"
+        )
+        assert other.split(".")[0] not in NEVER.get(part, ()), f"{module} must not know {other}"
+
+
+def test_no_import_cycles():
+    edges = {module: inner(path) - {module} for module, path in MODULES.items()}
+    done: set[str] = set()
+    while len(done) < len(edges):
+        ready = {module for module, needs in edges.items() if module not in done and needs <= done}
+        assert ready, f"these import each other: {sorted(set(edges) - done)}"
+        done |= ready
+
+
+def test_heavy_libraries_have_one_home():
+    for library, homes in HOMES.items():
+        users = {module for module, path in MODULES.items() if any(name == library or name.startswith(library + ".") for name in imports(path))}
+        assert users <= set(homes), f"{library} is imported by {sorted(users - set(homes))}"
+
+
+def test_loop_reads_in_one_sitting():
+    assert len((SRC / "loop.py").read_text().splitlines()) < 200
