@@ -1,0 +1,204 @@
+"""A model and a micro-batch in; log-probabilities (and entropies) of its completion tokens under the sampling out.
+
+Shape suffixes: B rows, T columns, D hidden size, N completion tokens, V vocabulary.
+
+How the head is reached, and why. `[B, T, V]` logits must never be whole, but the head cannot be called by itself: under
+FSDP the head and the embedding belong to the root unit, whose parameters are there only inside the root's forward. So
+the whole model is called, and while it runs the output embedding's `forward` is ours: it picks the N hidden states that
+predict something, sends them through the real head in chunks, and returns N log-probabilities in place of logits. All
+hooks (root, head, PEFT) fire once and as usual; tied heads, a LoRA on the head and gradients to both need nothing more.
+Backward recomputes a chunk's logits from its hidden states, again through the real head: FSDP gathers the root for
+backward as soon as a gradient reaches the root's output, which here is the log-probabilities.
+
+A model that does something to logits behind its head (Gemma's soft-capping, Cohere's and Granite's scale) must do it to
+logits: for those the head returns `[1, N, V]` in the model's dtype, whole, and only the fp32 arithmetic is chunked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from lockstep.data.packing import MicroBatch, Packing, pack
+from lockstep.errors import LockstepError, ModelError
+from lockstep.sampling import sampling_logprobs
+from lockstep.types import Sampling, TrainItem
+
+CHANGES_LOGITS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier",
+    "lm_head_multiplier",
+)
+"""Config fields of models whose forward changes the logits after the head."""
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of log-probabilities that rounding explains, by dtype; a token seen wrongly moves them by more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLogprobs:
+    """Per completion token, in the micro-batch's order."""
+
+    logprobs: Tensor
+    """[N] fp32, differentiable: log-probability of the token under the sampling distribution."""
+    entropy: Tensor | None
+    """[N] fp32, detached: entropy of that distribution in nats; None where it was not asked for."""
+
+
+def token_logprobs(
+    model: nn.Module, batch: MicroBatch, *, sampling: Sampling, chunk_tokens: int = 1024, with_entropy: bool = False
+) -> TokenLogprobs:
+    """One forward of `model` (plain, PEFT or FSDP-wrapped transformers causal LM). Collective where the model is sharded.
+
+    The softmax is in fp32 whatever the model's dtype. At most `chunk_tokens` rows of logits exist at a time, in forward
+    and in backward (a single chunk keeps its logits for backward instead of computing them twice).
+    Raises `ModelError` if the model has no output embedding, `LockstepError` if its forward does not hand the head's
+    result through.
+    """
+    lm = cast(PreTrainedModel, model)
+    head = lm.get_output_embeddings()
+    if head is None:
+        raise ModelError(
+            f"{type(model).__name__} has no output embedding; expected a causal language model with a head"
+        )
+    head_forward = cast(Callable[[Tensor], Tensor], head.forward)
+    arguments = _Scoring(batch.targets, sampling, chunk_tokens, with_entropy)
+    inputs = _inputs(lm, batch)
+    if _changes_logits(lm):
+        with _forward_replaced(head, lambda hidden_BTD: head_forward(_select(hidden_BTD, batch))[None]):
+            logits_NV = lm(**inputs).logits[0]
+        return _in_chunks(lambda rows: rows, logits_NV, arguments)
+    scored: list[TokenLogprobs] = []
+
+    def score(hidden_BTD: Tensor) -> Tensor:
+        scored.append(_in_chunks(head_forward, _select(hidden_BTD, batch), arguments))
+        return scored[-1].logprobs
+
+    with _forward_replaced(head, score):
+        handed_through = lm(**inputs).logits
+    if len(scored) != 1 or handed_through is not scored[0].logprobs:
+        raise LockstepError(
+            f"{type(model).__name__} ran its head {len(scored)} times or changed what it returned; expected one unchanged "
+            f"result. If its config scales the logits, name that field in {__name__}.CHANGES_LOGITS"
+        )
+    return scored[0]
+
+
+def probe_packing(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id: int) -> None:
+    """Collective where the model is sharded. Compare `mode` with `padded` on six short items that every rank makes alike.
+
+    Raises `ModelError` with the difference if the model computes something else when packed, e.g. because it ignores
+    position_ids when it builds its mask. Complements `data.packing.check_packing_supported`, which reads the config.
+    """
+    config = cast(Any, model).config.get_text_config()
+    words = [(7 * i + 3) % config.vocab_size for i in range(40)]
+    prompts = (tuple(words[:9]), tuple(words[9:14]))
+    items = [
+        TrainItem(prompts[g], tuple(words[20 + 5 * g + j : 23 + 5 * g + 3 * j]), (), 0.0, g)
+        for g in (0, 1)
+        for j in (0, 1, 2)
+    ]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        plain, other = (_logprobs_of(model, items, layout, sampling, pad_id) for layout in ("padded", mode))
+    model.train(was_training)
+    gap = float((plain - other).abs().max())
+    dtype = next(model.parameters()).dtype
+    if not gap <= PROBE_TOLERANCE.get(dtype, PROBE_TOLERANCE[torch.bfloat16]):
+        raise ModelError(
+            f"train.packing: {mode} gives {config.model_type} other log-probabilities than padded (they differ by {gap:.2g} "
+            f"in {dtype}): its attention does not follow position_ids or the mask; use padded"
+        )
+
+
+def _logprobs_of(model: nn.Module, items: list[TrainItem], mode: Any, sampling: Sampling, pad_id: int) -> Tensor:
+    device = next(model.parameters()).device
+    (batch,) = pack(items, mode=mode, max_tokens=1024, pad_id=pad_id)
+    return token_logprobs(model, batch.to(device), sampling=sampling).logprobs
+
+
+def _changes_logits(lm: PreTrainedModel) -> bool:
+    return any(getattr(lm.config.get_text_config(), name, None) is not None for name in CHANGES_LOGITS)
+
+
+def _inputs(lm: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
+    """The forward's arguments, in the form that the model's attention kernel takes."""
+    kernel = str(lm.config.get_text_config()._attn_implementation)
+    ids, positions, mask = batch.input_ids, batch.position_ids, batch.attention_mask()
+    if batch.mode == "packed" and kernel.startswith("flash"):
+        # Flash attention looks for packed sequences in a single row only; blocks start at 0, so rows can be chained.
+        ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
+    if mask is not None and mask.ndim == 4 and kernel == "eager":
+        # Eager attention adds a 4-D mask to the scores: a boolean one would add 1 where it should allow (no error).
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
+
+
+def _select(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:
+    """The N hidden states that predict a completion token.
+
+    `index_select`, because its backward is deterministic on the CPU also where a prompt's last token predicts the first
+    token of several completions.
+    """
+    if hidden_BTD.shape[:-1].numel() != batch.padded_tokens:
+        raise LockstepError(f"the head was given {list(hidden_BTD.shape)} for {list(batch.input_ids.shape)} tokens")
+    return hidden_BTD.reshape(-1, hidden_BTD.shape[-1]).index_select(0, batch.predictors)
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Call `forward` instead of the module's own; an override that is already there (accelerate's) is put back."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scoring:
+    targets: Tensor
+    sampling: Sampling
+    chunk_tokens: int
+    with_entropy: bool
+
+
+def _in_chunks(head: Callable[[Tensor], Tensor], rows: Tensor, scoring: _Scoring) -> TokenLogprobs:
+    """Score rows, at most `chunk_tokens` at a time. No rows still make one (empty) chunk, so that backward has a path."""
+    size = scoring.chunk_tokens
+    starts = range(0, max(rows.shape[0], 1), size)
+    parts = []
+    for start in starts:
+        chunk = rows[start : start + size], scoring.targets[start : start + size]
+        if len(starts) == 1:
+            parts.append(_score(head, *chunk, scoring))
+        else:
+            parts.append(checkpoint(_score, head, *chunk, scoring, use_reentrant=False))
+    logprobs, entropies = zip(*parts, strict=True)
+    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies) if scoring.with_entropy else None)
+
+
+def _score(
+    head: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor, scoring: _Scoring
+) -> tuple[Tensor, Tensor | None]:
+    logprobs_NV = sampling_logprobs(head(rows).float(), scoring.sampling, keep_B=targets)
+    chosen = logprobs_NV.gather(1, targets[:, None])[:, 0]
+    if not scoring.with_entropy:
+        return chosen, None
+    with torch.no_grad():
+        # A token that sampling excludes has logprob -inf and adds 0: 0 * -inf would be NaN, 0 * lowest is 0.
+        finite = logprobs_NV.clamp_min(torch.finfo(torch.float32).min)
+        return chosen, -(logprobs_NV.exp() * finite).sum(-1)
