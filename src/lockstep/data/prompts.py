@@ -128,12 +128,12 @@ def _message(message: Any, uid: str) -> dict[str, Any]:
 
 def _encode(texts: list[str], prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     encoded = cast(list[list[int]], tokenizer(texts, add_special_tokens=False)["input_ids"])
-    if prompt.format == "chat" or tokenizer.bos_token_id is None:
-        return encoded
     bos = tokenizer.bos_token_id
+    if prompt.format == "chat" or not isinstance(bos, int):
+        return encoded
     if tokenizer("a")["input_ids"][:1] != [bos]:
         return encoded
-    return [ids if ids[:1] == [bos] else [bos, *ids] for ids in encoded]
+    return [[bos, *ids] if ids[:1] != [bos] else ids for ids in encoded]
 
 
 def _fits(ids: Sequence[int], prompt: PromptConfig, uid: str) -> bool:

@@ -6,6 +6,7 @@ Each is an ordinary per-sample reward function, called as a user's own would be 
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 from lockstep.data.extras import import_extra
 from lockstep.types import Sample
+
+logger = logging.getLogger(__name__)
 
 # A sign belongs to the number unless a digit or a bracket stands before it: "10-12" ends with 12, "= -12" with -12.
 _NUMBER = re.compile(
@@ -62,7 +65,7 @@ def math_verify(completion: str, answer: str, *, limit_s: int = 2) -> float:
 def reasoning_gym(completion: str, sample: Sample, *, answer_tag: str = "answer") -> float:
     """The score, 0 to 1, that reasoning_gym gives the text between the last <answer> tags, or else the whole completion.
 
-    Raises `ValueError` where the prompt did not come from a reasoning-gym task.
+    An answer that the package's own scorer fails on scores 0. Raises `ValueError` where the prompt did not come from a reasoning-gym task.
     """
     package = import_extra("reasoning_gym", needed_by="reward 'reasoning_gym'")
     entry = sample.prompt.row.get("entry")
@@ -70,7 +73,13 @@ def reasoning_gym(completion: str, sample: Sample, *, answer_tag: str = "answer"
         raise ValueError("reasoning_gym scores rows of a task reasoning-gym:NAME; this prompt's row has no entry")
     score = _gym_score(entry["metadata"]["source_dataset"])
     tagged = package.utils.extract_answer(completion, tag_name=answer_tag)
-    return float(score(completion.strip() if tagged is None else tagged, entry))
+    try:
+        return float(score(completion.strip() if tagged is None else tagged, entry))
+    except Exception as error:
+        # Some scorers of reasoning_gym 0.1.25 (prime_factorization, game_of_life, boxnet) raise on an answer that they
+        # cannot read. It is a wrong answer, and no reason to stop the run.
+        logger.debug("reasoning_gym could not read %r for %s: %s", completion, sample.prompt.uid, error)
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
