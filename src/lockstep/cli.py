@@ -32,10 +32,11 @@ WIDTH = 80
 SUMMARY = """\
 lockstep: RL post-training for LoRA adapters on PyTorch FSDP.
 
-commands:
   lockstep train RECIPE [key.sub=value ...] [--nproc N] [--resume]
-  lockstep eval  RECIPE [key.sub=value ...] [--adapter DIR | --base]
-  lockstep COMMAND --help
+                 [--print-config]
+  lockstep eval  RECIPE [key.sub=value ...] [--nproc N]
+                 [--adapter DIR | --base] [--template T ...] [--print-config]
+  lockstep train --help, lockstep eval --help, lockstep --version
 
 Both work the same when started by torchrun (one or many hosts) or by srun.
 """
