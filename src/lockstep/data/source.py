@@ -93,6 +93,11 @@ def _saved_dataset(path: Path, source: DataSource, origin: str) -> Iterable[Any]
             f"{origin}.path: the folder {path} was not saved by datasets.save_to_disk; "
             "give such a folder, or one .jsonl or .parquet file"
         ) from error
+    except Exception as error:  # datasets 5.2 fails with an IndexError on a folder without rows
+        raise DataError(
+            f"{origin}.path: datasets cannot load the folder {path}: {type(error).__name__}: {error}; "
+            "it is empty or damaged, so save it again"
+        ) from error
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if source.split not in loaded:
