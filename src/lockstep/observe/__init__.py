@@ -1,0 +1,1 @@
+"""What a run tells: `timing` and `metrics` (numbers), `samples`, `progress` (the terminal), `report` (what came out)."""

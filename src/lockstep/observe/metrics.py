@@ -1,0 +1,132 @@
+"""The numbers of each step in; `metrics.jsonl` and TensorBoard events out. For rank 0.
+
+A metric that is not a finite number is written as `null` (JSON has no NaN) and named once in the log; TensorBoard gets it
+as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from lockstep.files import atomic_write_text, explain_os_errors
+from lockstep.rundir import RunDir
+from lockstep.types import ScoredSample, Stat
+
+log = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """One JSON object per step in `metrics.jsonl`, the same numbers in TensorBoard.
+
+    `resume_step` is the number of steps that the run already has: what was written beyond it is dropped, so that a step
+    never appears twice. Raises `CheckpointError` when the disk refuses; a line is then taken back, not left half.
+    """
+
+    def __init__(self, run_dir: RunDir, *, tensorboard: bool, resume_step: int = 0):
+        self._path, self._folder = run_dir.metrics, run_dir.tensorboard
+        self._named: set[str] = set()
+        _drop_steps_beyond(self._path, resume_step)
+        with explain_os_errors(self._path):
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._events = None
+        if tensorboard:
+            with explain_os_errors(self._folder):
+                self._events = SummaryWriter(str(self._folder), purge_step=resume_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the step's numbers as one whole line, keys in the order given."""
+        values = {name: float(value) for name, value in metrics.items()}
+        odd = [name for name, value in values.items() if not math.isfinite(value) and name not in self._named]
+        if odd:
+            self._named.update(odd)
+            log.warning("step %d: not finite, written as null: %s", step, ", ".join(f"{n} = {values[n]}" for n in odd))
+        line = {"step": step} | {name: finite_or_none(value) for name, value in values.items()}
+        self._append((json.dumps(line) + "\n").encode())
+        if self._events is not None:
+            with explain_os_errors(self._folder):
+                for name, value in values.items():
+                    self._events.add_scalar(name.replace(".", "/"), value, step)
+                self._events.flush()
+
+    def _append(self, data: bytes) -> None:
+        with explain_os_errors(self._path):
+            before = os.fstat(self._file).st_size
+            try:
+                while data:
+                    data = data[os.write(self._file, data) :]
+            except OSError:
+                os.ftruncate(self._file, before)
+                raise
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._events is not None:
+            with explain_os_errors(self._folder):
+                self._events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps in a `metrics.jsonl`, in order. A line that a killed run left unfinished is passed over."""
+    if not path.exists():
+        return []
+    with explain_os_errors(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    entries = [entry for line in lines if (entry := _parse(line)) is not None]
+    if len(entries) < len(lines):
+        log.warning("%s: passed over %d damaged lines", path, len(lines) - len(entries))
+    return entries
+
+
+def reward_stats(scored: Sequence[ScoredSample], labels: Sequence[str]) -> dict[str, Stat]:
+    """Sums and counts of one rank's samples, for `dist.sum_stats`: the same keys on every rank, also on one without samples.
+
+    `reward` and `reward.<label>` (`labels` names the reward functions), `completion_tokens` per sample, `truncated` (share
+    cut at max_new_tokens) and `empty` (share without any text).
+    """
+    count = len(scored)
+    columns = {
+        "reward": [item.reward for item in scored],
+        **{f"reward.{label}": [item.parts[label] for item in scored] for label in labels},
+        "completion_tokens": [len(item.sample.ids) for item in scored],
+        "truncated": [item.sample.finish == "length" for item in scored],
+        "empty": [not item.sample.text.strip() for item in scored],
+    }
+    return {name: Stat(math.fsum(values), count) for name, values in columns.items()}
+
+
+def finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _drop_steps_beyond(path: Path, resume_step: int) -> None:
+    """Steps made after the checkpoint that is resumed will be made again. Also drops a line left unfinished by a kill."""
+    if not path.exists():
+        return
+    kept = [json.dumps(entry) + "\n" for entry in read_metrics(path) if entry["step"] <= resume_step]
+    if "".join(kept) != path.read_text(encoding="utf-8", errors="replace"):
+        atomic_write_text(path, "".join(kept))
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None

@@ -1,0 +1,55 @@
+"""Scored samples of a step in; `samples/step-000012.jsonl`, for people to read, out. For rank 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.files import atomic_write_text, explain_os_errors
+from lockstep.observe.metrics import finite_or_none
+from lockstep.rundir import RunDir
+from lockstep.types import ScoredSample
+
+_PREFIX = "step-"
+
+
+class SampleWriter:
+    """One file per step, put down whole, with the step's first `limit` samples: whole groups, to see what was compared.
+
+    Files beyond `resume_step` are removed: those steps are made again.
+    """
+
+    def __init__(self, run_dir: RunDir, *, limit: int, resume_step: int = 0):
+        self._folder, self._limit = run_dir.samples, limit
+        with explain_os_errors(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            for path in self._folder.glob(f"{_PREFIX}*.jsonl"):
+                number = path.stem.removeprefix(_PREFIX)
+                if number.isdecimal() and int(number) > resume_step:
+                    path.unlink()
+
+    def write(self, step: int, scored: Sequence[ScoredSample]) -> None:
+        """Raises `CheckpointError` when the disk refuses."""
+        if self._limit and scored:
+            lines = [json.dumps(sample_entry(item), ensure_ascii=False) + "\n" for item in scored[: self._limit]]
+            atomic_write_text(self._folder / f"{_PREFIX}{step:06d}.jsonl", "".join(lines))
+
+
+def sample_entry(item: ScoredSample) -> dict[str, Any]:
+    """A JSON object of everything that is known of one sample. Log-probabilities of -inf become null."""
+    sample = item.sample
+    return {
+        "uid": sample.prompt.uid,
+        "slot": sample.slot,
+        "index": sample.index,
+        "prompt": sample.prompt.text,
+        "answer": sample.prompt.answer,
+        "completion": sample.text,
+        "finish": sample.finish,
+        "reward": finite_or_none(item.reward),
+        "rewards": {name: finite_or_none(value) for name, value in item.parts.items()},
+        "policy_version": sample.policy_version,
+        "ids": list(sample.ids),
+        "logprobs": [finite_or_none(value) for value in sample.logprobs],
+    }
