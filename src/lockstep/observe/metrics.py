@@ -24,40 +24,21 @@ from lockstep.types import ScoredSample, Stat
 log = logging.getLogger(__name__)
 
 
-class MetricsWriter:
-    """One JSON object per step in `metrics.jsonl`, the same numbers in TensorBoard.
+class StepLines:
+    """A file of JSON objects, one whole line each, every one with the step it belongs to.
 
-    `resume_step` is the number of steps that the run already has: what was written beyond it is dropped, so that a step
-    never appears twice. Raises `CheckpointError` when the disk refuses; a line is then taken back, not left half.
+    `resume_step` is the number of steps that the run already has: what was written beyond it is dropped. Raises
+    `CheckpointError` when the disk refuses; a line is then taken back, not left half.
     """
 
-    def __init__(self, run_dir: RunDir, *, tensorboard: bool, resume_step: int = 0):
-        self._path, self._folder = run_dir.metrics, run_dir.tensorboard
-        self._named: set[str] = set()
-        _drop_steps_beyond(self._path, resume_step)
-        with explain_os_errors(self._path):
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._events = None
-        if tensorboard:
-            with explain_os_errors(self._folder):
-                self._events = SummaryWriter(str(self._folder), purge_step=resume_step + 1)
+    def __init__(self, path: Path, *, resume_step: int):
+        self._path = path
+        _drop_steps_beyond(path, resume_step)
+        with explain_os_errors(path):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the step's numbers as one whole line, keys in the order given."""
-        values = {name: float(value) for name, value in metrics.items()}
-        odd = [name for name, value in values.items() if not math.isfinite(value) and name not in self._named]
-        if odd:
-            self._named.update(odd)
-            log.warning("step %d: not finite, written as null: %s", step, ", ".join(f"{n} = {values[n]}" for n in odd))
-        line = {"step": step} | {name: finite_or_none(value) for name, value in values.items()}
-        self._append((json.dumps(line) + "\n").encode())
-        if self._events is not None:
-            with explain_os_errors(self._folder):
-                for name, value in values.items():
-                    self._events.add_scalar(name.replace(".", "/"), value, step)
-                self._events.flush()
-
-    def _append(self, data: bytes) -> None:
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        data = (json.dumps({"step": step, **values}, ensure_ascii=False, allow_nan=False) + "\n").encode()
         with explain_os_errors(self._path):
             before = os.fstat(self._file).st_size
             try:
@@ -69,6 +50,41 @@ class MetricsWriter:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+class MetricsWriter:
+    """One line per step in `metrics.jsonl`, the same numbers in TensorBoard; a step never appears twice (`StepLines`)."""
+
+    def __init__(self, run_dir: RunDir, *, tensorboard: bool, resume_step: int = 0):
+        self._lines = StepLines(run_dir.metrics, resume_step=resume_step)
+        self._folder = run_dir.tensorboard
+        self._named: set[str] = set()
+        self._events = None
+        if tensorboard:
+            with explain_os_errors(self._folder):
+                self._events = SummaryWriter(str(self._folder), purge_step=resume_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the step's numbers, keys in the order given."""
+        values = {name: float(value) for name, value in metrics.items()}
+        odd = [name for name, value in values.items() if not math.isfinite(value) and name not in self._named]
+        if odd:
+            self._named.update(odd)
+            log.warning("step %d: not finite, written as null: %s", step, ", ".join(f"{n} = {values[n]}" for n in odd))
+        self._lines.append(step, {name: finite_or_none(value) for name, value in values.items()})
+        self.draw(step, values)
+
+    def draw(self, step: int, values: Mapping[str, float]) -> None:
+        """To TensorBoard alone; dots make groups."""
+        if self._events is None:
+            return
+        with explain_os_errors(self._folder):
+            for name, value in values.items():
+                self._events.add_scalar(name.replace(".", "/"), value, step)
+            self._events.flush()
+
+    def close(self) -> None:
+        self._lines.close()
         if self._events is not None:
             with explain_os_errors(self._folder):
                 self._events.close()
@@ -83,7 +99,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps in a `metrics.jsonl`, in order. A line that a killed run left unfinished is passed over."""
+    """The lines of a `StepLines` file, in order. A line that a killed run left unfinished is passed over."""
     if not path.exists():
         return []
     with explain_os_errors(path):
@@ -119,7 +135,9 @@ def _drop_steps_beyond(path: Path, resume_step: int) -> None:
     """Steps made after the checkpoint that is resumed will be made again. Also drops a line left unfinished by a kill."""
     if not path.exists():
         return
-    kept = [json.dumps(entry) + "\n" for entry in read_metrics(path) if entry["step"] <= resume_step]
+    kept = [
+        json.dumps(entry, ensure_ascii=False) + "\n" for entry in read_metrics(path) if entry["step"] <= resume_step
+    ]
     if "".join(kept) != path.read_text(encoding="utf-8", errors="replace"):
         atomic_write_text(path, "".join(kept))
 

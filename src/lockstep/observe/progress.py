@@ -55,7 +55,7 @@ class Progress:
         self._console = console
         self._phase, self._shown = "", ""
         self._began = time.monotonic()
-        self._spinner = Spinner("dots")
+        self._spinner = Spinner("line")
         is_live = enabled_live and console.is_terminal and not console.is_dumb_terminal and not console.quiet
         self._live = (
             Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
