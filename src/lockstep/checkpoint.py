@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lockstep.dist import World, agree, all_or_none, gather_objects
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ModelError
 from lockstep.export.plan import AdapterExport
 from lockstep.export.stream import export_weights
 from lockstep.files import atomic_write_text, begin_dir, commit_dir, explain_os_errors, temporary_dir
@@ -129,6 +130,17 @@ def save_adapter_folder(folder: Path, tensors: dict[str, torch.Tensor], config: 
             {"format": "pt"},
         )
         atomic_write_text(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True))
+
+
+def read_adapter_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and configuration of a PEFT folder. Not collective. Raises `ModelError` if it is not one."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        return load_file(folder / "adapter_model.safetensors"), config
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder} is not a PEFT folder (adapter_config.json + adapter_model.safetensors): {error}"
+        ) from error
 
 
 def _save_adapter(folder: Path, sharded: ShardedModel) -> None:

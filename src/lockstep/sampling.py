@@ -68,6 +68,11 @@ def row_uniforms(draw: Draw, slot: int, index: int, count: int) -> Tensor:
     return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed for what a rank draws while it trains a step (dropout): a resumed run draws what an uninterrupted one would."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 def draw_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Token ids [B] by inverse CDF: the first token whose cumulative probability exceeds the row's uniform number.
 

@@ -21,10 +21,14 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import ModelError
 
 log = logging.getLogger(__name__)
+
+# A bar per load and rank drowns the run's own lines, and takes a fraction of a second on local files.
+transformers_logging.disable_progress_bar()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -154,7 +155,12 @@ def _check_targets(targets: str | list[str], model: nn.Module) -> None:
 
 def _inject(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     try:
-        return cast(PeftModel, get_peft_model(model, config))
+        with warnings.catch_warnings():
+            # PEFT 0.21 asks for an attribute that transformers 5.24 renamed; harmless, and gone with a newer PEFT.
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
+            return cast(PeftModel, get_peft_model(model, config))
     except (ValueError, TypeError) as error:
         raise ModelError(f"lora: PEFT cannot put this adapter on {type(model).__name__}: {error}") from error
 

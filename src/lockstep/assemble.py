@@ -1,0 +1,173 @@
+"""A config and this rank's `World` in, every part of a run (data, rewards, engine, sharded model, actor) out.
+
+Cheap checks come first: data, rewards and their errors before any model is loaded, the empty model's before its weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.checkpoint import TrainState
+from lockstep.config import Config, DataConfig, RewardConfig
+from lockstep.data.order import PromptOrder
+from lockstep.data.packing import check_packing_supported
+from lockstep.data.prompts import encode_prompts
+from lockstep.data.rewards import RewardSet
+from lockstep.data.source import load_rows
+from lockstep.data.tasks import split_rows
+from lockstep.dist import World
+from lockstep.errors import ConfigError, DataError
+from lockstep.export.plan import AdapterExport, Export, MergedExport
+from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer, load_whole
+from lockstep.model.lora import inject_lora
+from lockstep.rollout.hf import HFEngine, resolve_eos_ids
+from lockstep.sharding.base import ShardedModel
+from lockstep.sharding.fill import fill
+from lockstep.sharding.fsdp2 import shard_fsdp2
+from lockstep.sharding.plan import LayerClasses, plan_sharding
+from lockstep.train.optim import Optimizer
+from lockstep.train.step import Actor
+from lockstep.types import Prompt, Sampling
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Prompts and rewards of a run."""
+
+    train: tuple[Prompt, ...]
+    held_out: dict[str, tuple[Prompt, ...]]
+    """Held-out prompts by template, the training template first; empty if the recipe has no data.eval."""
+    order: PromptOrder
+    rewards: RewardSet
+    correct: RewardSet
+    format: RewardSet | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop turns."""
+
+    data: Data
+    sampling: Sampling
+    engine: HFEngine
+    sharded: ShardedModel
+    actor: Actor
+    state: TrainState
+    export: Export
+
+
+def check_world(config: Config, world: World) -> None:
+    """Raises `ConfigError` when a rank would have no prompt."""
+    if world.size > config.rollout.prompts_per_step:
+        raise ConfigError(
+            f"{world.size} ranks share rollout.prompts_per_step={config.rollout.prompts_per_step} prompts: every rank needs "
+            f"at least one. Use rollout.prompts_per_step={world.size} or more, or fewer ranks (--nproc)"
+        )
+
+
+def assemble(config: Config, world: World) -> Parts:
+    """Collective. Everything that a training run needs, the adapter at its start values and the engine at the base's."""
+    check_world(config, world)
+    rewards = RewardSet(config.reward), *eval_rewards(config)
+    files = find_model(config.model.path)
+    tokenizer = load_tokenizer(files)
+    data = load_data(config, tokenizer, rewards)
+    sharded = make_sharded(config, files, world)
+    engine = make_engine(config, files, tokenizer, world)
+    sampling = make_sampling(config, engine.eos_ids)
+    optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
+    actor = Actor(
+        sharded,
+        optimizer,
+        train=config.train,
+        sampling=sampling,
+        world=world,
+        pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+    export = AdapterExport() if config.sync.mode == "adapter" else MergedExport()
+    return Parts(data, sampling, engine, sharded, actor, TrainState(sharded, optimizer.torch), export)
+
+
+def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedModel:
+    """Collective. Empty model, LoRA, plan, shard, fill: no rank holds the whole base."""
+    empty = build_empty(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention)
+    check_packing_supported(empty.config, config.train.packing)
+    model = inject_lora(empty, config.lora, seed=config.run.seed)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plan = plan_sharding(model, LayerClasses(config.sharding.layer_classes))
+    sharded = shard_fsdp2(model, plan, world, reshard_after_forward=config.sharding.reshard_after_forward)
+    fill(sharded, files, attention=config.model.attention)
+    return sharded
+
+
+def make_engine(config: Config, files: ModelFiles, tokenizer: PreTrainedTokenizerBase, world: World) -> HFEngine:
+    """The rollout engine, with weights of its own: the checkpoint's. Not collective."""
+    model = load_whole(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention, device=world.device)
+    return HFEngine(
+        model,
+        tokenizer=tokenizer,
+        eos_ids=resolve_eos_ids(tokenizer, model.config, model.generation_config, config.rollout.stop_token_ids),
+        device=world.device,
+        cache_tokens=config.rollout.batch_tokens,
+    )
+
+
+def make_sampling(config: Config, eos_ids: tuple[int, ...]) -> Sampling:
+    rollout = config.rollout
+    return Sampling(float(rollout.temperature), rollout.top_p, rollout.top_k, rollout.max_new_tokens, eos_ids)
+
+
+def eval_rewards(config: Config) -> tuple[RewardSet, RewardSet | None]:
+    """What says whether a held-out answer is right, and (if asked for) whether its form is."""
+    correct = RewardSet([RewardConfig(name=config.eval.correct)])
+    return correct, RewardSet([RewardConfig(name=config.eval.format)]) if config.eval.format else None
+
+
+def load_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, rewards: tuple[RewardSet, RewardSet, RewardSet | None]
+) -> Data:
+    """Training prompts without the held-out questions, and the held-out prompts under every template that is tried."""
+    train_rows, eval_rows = load_rows(config.data.train, origin="data.train"), []
+    if config.data.eval is not None:
+        eval_rows = load_rows(config.data.eval, origin="data.eval")
+        train_rows = split_rows(
+            train_rows, eval_rows, config.data.train.prompt_column, eval_column=config.data.eval.prompt_column
+        )
+    if not train_rows:
+        raise DataError(
+            "data.train has no row left once the held-out questions are taken out; give more rows or other data.eval"
+        )
+    prompts = encode_prompts(
+        train_rows, source=config.data.train, prompt=config.data.prompt, tokenizer=tokenizer, name="train"
+    ).prompts
+    if len(prompts) < config.rollout.prompts_per_step:
+        log.warning(
+            "data.train has %d prompts, fewer than the %d of a step: prompts repeat",
+            len(prompts),
+            config.rollout.prompts_per_step,
+        )
+    held_out = encode_held_out(config.data, eval_rows, tokenizer, config.eval.before_templates) if eval_rows else {}
+    return Data(prompts, held_out, PromptOrder(len(prompts), config.run.seed, config.data.shuffle), *rewards)
+
+
+def encode_held_out(
+    data: DataConfig, rows: list, tokenizer: PreTrainedTokenizerBase, templates: tuple[str, ...]
+) -> dict[str, tuple[Prompt, ...]]:
+    """Held-out prompts by template, the training template first."""
+    assert data.eval is not None
+    return {
+        template: encode_prompts(
+            rows, source=data.eval, prompt=data.prompt, tokenizer=tokenizer, name="eval", template=template
+        ).prompts
+        for template in dict.fromkeys((data.prompt.template, *templates))
+    }

@@ -1,0 +1,198 @@
+"""A config in, a trained adapter in its run directory out. Read this file to know what a run does; it is the flow, in order.
+
+    prompts -> engine.generate -> rewards -> advantages -> actor.update -> export -> transport -> engine   (and again)
+
+Every rank runs this file, and what is collective is called by all of them. Rank 0 writes and prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from lockstep import checkpoint, dist
+from lockstep.assemble import Parts, assemble
+from lockstep.config import Config
+from lockstep.data.items import make_items
+from lockstep.dist import World
+from lockstep.errors import LockstepError, StaleWeights
+from lockstep.evaluate import EvalResult, run_eval, score_held_out, share
+from lockstep.export.stream import export_weights
+from lockstep.observe.metrics import reward_stats
+from lockstep.observe.observer import Observer
+from lockstep.observe.progress import configure_logging, make_console
+from lockstep.rundir import RunDir, open_run_dir
+from lockstep.sampling import step_seed
+from lockstep.signals import stop_requested
+from lockstep.train.step import UpdateResult
+from lockstep.transport.inproc import Pushed, push
+from lockstep.types import Draw, ScoredSample
+
+__all__ = ["Loop", "run_eval", "run_training"]
+
+
+def run_training(config: Config, *, resume: bool) -> int:
+    """Train as the config says. Collective over the ranks that the environment names. The exit code: 0, also when stopped."""
+    world = dist.start(
+        device=config.run.device, timeout_s=config.dist.timeout_s, agree_timeout_s=config.dist.agree_timeout_s
+    )
+    configure_logging(world.rank, make_console(world.rank))
+    try:
+        with dist.all_or_none(world, "opening the run directory"):
+            run = open_run_dir(config, resume=resume, is_main=world.is_main)
+        with run:
+            found = checkpoint.newest(run.checkpoints, world) if resume else None
+            parts = assemble(config, world)
+            with Observer(config, run, world, resume_step=found.step if found else 0) as observer:
+                loop = Loop(config, world, parts=parts, run=run, observer=observer)
+                if found is not None:
+                    loop.restore(found)
+                loop.train()
+    finally:
+        dist.stop(world)
+    return 0
+
+
+class Loop:
+    """One training run, from its first step, or the one it is resumed at, to its last."""
+
+    def __init__(self, config: Config, world: World, *, parts: Parts, run: RunDir, observer: Observer):
+        self.config, self.world, self.parts, self.run, self.observer = config, world, parts, run, observer
+        self.step = 0  # optimizer steps done: the policy version of the trainer's weights
+        self.saved_step: int | None = None
+        # What the summary needs of the time before a resume; it travels in every checkpoint.
+        self.carried: dict[str, Any] = {"train_seconds": 0.0, "before": None, "reward_first": None, "reward_last": None}
+
+    def restore(self, found: checkpoint.Found) -> None:
+        """Collective. Go on from a checkpoint."""
+        meta = checkpoint.load(found, self.parts.state)
+        self.step = self.saved_step = found.step
+        self.carried = meta["carried"]
+        self.observer.note(f"resumed at step {self.step} from {found.path}")
+
+    def train(self) -> None:
+        """Collective. All steps that are left, evaluated before and after."""
+        self.sync()
+        if self.step == 0 and self.config.eval.before and self.carried["before"] is None:
+            self.carried["before"] = self.evaluate("before")
+        self.observer.start_training()
+        while self.step < self.config.run.num_steps and not self.is_over():
+            self.train_step()
+        self.save()
+        after = self.evaluate("after") if self.config.eval.after and not self.is_stopped() else None
+        carried = self.carried
+        self.observer.finish(
+            steps=self.step,
+            train_seconds=carried["train_seconds"],
+            rewards=(carried["reward_first"], carried["reward_last"]),
+            before=EvalResult(**carried["before"]) if carried["before"] else None,
+            after=EvalResult(**after) if after else None,
+        )
+
+    def train_step(self) -> None:
+        """Collective. The flow, once: the policy becomes one version newer, and the engine serves it."""
+        began = time.perf_counter()
+        scored = self.rollout()
+        items, zero_groups = make_items(scored, self.config.train)
+        with self.observer.phase("update") as phase:
+            torch.manual_seed(step_seed(self.config.run.seed, self.step, self.world.rank))  # dropout
+            update = self.parts.actor.update(items, step=self.step)
+            phase.tokens = self.total(sum(len(item.prompt_ids) + len(item.ids) for item in items))
+        self.step += 1
+        pushed = self.sync()
+        metrics = {
+            "policy_version": self.step,
+            "sync_bytes": pushed.nbytes,
+            "step_seconds": time.perf_counter() - began,
+        }
+        metrics["frac_reward_zero_std"] = self.total(zero_groups) / self.config.rollout.prompts_per_step
+        self.record(scored, update=update, metrics=metrics)
+        every, eval_every = self.config.checkpoint.every_steps, self.config.eval.every_steps
+        if every and self.step % every == 0:
+            self.save()
+        if eval_every and self.step % eval_every == 0 and self.step < self.config.run.num_steps:
+            self.evaluate(f"step {self.step}")
+
+    def rollout(self) -> list[ScoredSample]:
+        """Collective. This rank's prompts of the step, sampled and scored; one rank's failure is every rank's."""
+        config, data = self.config, self.parts.data
+        indices = data.order.take(self.step, config.rollout.prompts_per_step)
+        mine = share(len(indices), self.world)
+        prompts = [data.train[indices[slot]] for slot in mine]
+        with dist.all_or_none(self.world, "rollout"), self.observer.phase("generate") as phase:
+            draw = Draw(config.run.seed, self.step, first_slot=mine.start)
+            samples = self.parts.engine.generate(
+                prompts, self.parts.sampling, num_samples=config.rollout.group_size, draw=draw
+            )
+            phase.tokens = sum(len(sample.ids) for sample in samples) * self.world.size
+        stale = {sample.policy_version for sample in samples} - {self.step}
+        with dist.all_or_none(self.world, "reward"), self.observer.phase("reward"):
+            if stale:
+                raise StaleWeights(
+                    f"step {self.step}: the engine sampled with version {sorted(stale)}, the trainer is at {self.step}"
+                )
+            return data.rewards.score(samples)
+
+    def sync(self) -> Pushed:
+        """Collective. Export the trainer's weights and have the engine serve them, as one proven transaction."""
+        bucket_bytes = int(self.config.sync.bucket_mb * 2**20)
+        with (
+            self.observer.phase("sync"),
+            export_weights(self.parts.sharded, self.parts.export, bucket_bytes=bucket_bytes) as stream,
+        ):
+            return push(stream, self.parts.engine, stream.manifest(self.step))
+
+    def record(self, scored: Sequence[ScoredSample], *, update: UpdateResult, metrics: dict[str, float]) -> None:
+        """Collective. The step's numbers over all ranks, to disk and screen."""
+        sums = dist.sum_stats(reward_stats(scored, self.parts.data.rewards.labels), self.world)
+        means = {name: stat.mean for name, stat in (sums | update.stats).items()}
+        metrics = means | {"grad_norm": update.grad_norm, "lr": update.lr, "loss_tokens": update.num_tokens} | metrics
+        metrics["completion_tokens_total"] = sums["completion_tokens"].total
+        self.carried["train_seconds"] += metrics["step_seconds"]
+        self.carried["reward_last"] = metrics["reward"]
+        if self.carried["reward_first"] is None:
+            self.carried["reward_first"] = metrics["reward"]
+        with dist.all_or_none(self.world, "writing metrics"):
+            self.observer.step(self.step, metrics, scored)
+        if means["empty"] == 1.0:
+            raise LockstepError(
+                f"step {self.step}: all {sums['empty'].count:.0f} completions are empty: the model ends its answer at once. "
+                f"Look at {self.run.samples}, at data.prompt (template, format) and at rollout.stop_token_ids"
+            )
+
+    def save(self) -> None:
+        """Collective. A checkpoint of the present step, unless there is one."""
+        if self.saved_step != self.step:
+            with self.observer.phase("checkpoint"):
+                extra = {"policy_version": self.step, "carried": self.carried}
+                keep = self.config.checkpoint.keep
+                checkpoint.save(self.run.checkpoints, self.parts.state, step=self.step, keep=keep, extra=extra)
+            self.saved_step = self.step
+
+    def evaluate(self, name: str) -> dict[str, Any] | None:
+        """Collective. Score the held-out data greedily; before training under every template, of which the best counts."""
+        greedy = replace(self.parts.sampling, temperature=0.0, max_new_tokens=self.config.eval.max_new_tokens)
+        how: dict[str, Any] = {"sampling": greedy, "world": self.world, "should_stop": self.is_stopped}
+        with self.observer.phase(f"eval {name}"):
+            result = score_held_out(self.parts.engine, self.parts.data, all_templates=name == "before", **how)
+        if result is not None:
+            self.observer.score(name, result)
+        return asdict(result) if result is not None else None
+
+    def is_stopped(self) -> bool:
+        """Collective. Has a signal asked one of the ranks to stop?"""
+        return dist.any_rank(stop_requested() is not None, self.world)
+
+    def is_over(self) -> bool:
+        """Collective. Stopped, or out of the time that the recipe gives."""
+        limit = self.config.run.max_train_seconds
+        late = limit is not None and self.carried["train_seconds"] >= limit
+        return dist.any_rank(late or stop_requested() is not None, self.world)
+
+    def total(self, count: float) -> float:
+        """Collective. Over all ranks."""
+        return dist.sum_over_ranks([count], self.world)[0]
