@@ -232,7 +232,7 @@ def _split_rows(rows: list[list[_Block]], max_tokens: int) -> list[list[list[_Bl
             parts[-1].append(row)
         else:
             parts.append([row])
-    return parts[::-1]
+    return [part[::-1] for part in reversed(parts)]
 
 
 @dataclass(slots=True)

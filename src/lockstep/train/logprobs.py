@@ -100,12 +100,10 @@ def probe_packing(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id
     """
     config = cast(Any, model).config.get_text_config()
     words = [(7 * i + 3) % config.vocab_size for i in range(40)]
-    prompts = (tuple(words[:9]), tuple(words[9:14]))
-    items = [
-        TrainItem(prompts[g], tuple(words[20 + 5 * g + j : 23 + 5 * g + 3 * j]), (), 0.0, g)
-        for g in (0, 1)
-        for j in (0, 1, 2)
-    ]
+    long, short = tuple(words[:20]), tuple(words[20:24])
+    # One long item, so that the short ones stand behind each other in a row of its length.
+    items = [TrainItem(prompt, tuple(words[g : g + 3]), (), 0.0, g) for g, prompt in enumerate((long, short, short))]
+    items += [TrainItem(short, tuple(words[24 + i : 27 + 2 * i]), (), 0.0, 1) for i in range(3)]
     was_training = model.training
     model.eval()
     with torch.no_grad():

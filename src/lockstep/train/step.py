@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from lockstep.config import TrainConfig
 from lockstep.data.packing import MicroBatch, dummy_micro_batch, pack
-from lockstep.dist import World, max_over_ranks, sum_over_ranks, sum_stats
+from lockstep.dist import World, all_or_none, data_phase, max_over_ranks, sum_over_ranks, sum_stats
 from lockstep.errors import LockstepError
 from lockstep.sharding.base import ShardedModel
 from lockstep.train.logprobs import TokenLogprobs, token_logprobs
@@ -66,35 +66,23 @@ class Actor:
         self._max_new_tokens = max_new_tokens
 
     def update(self, items: Sequence[TrainItem], *, step: int) -> UpdateResult:
-        """Collective. One optimizer step on the items of all ranks; a rank may bring none.
+        """Collective. One optimizer step on the items of all ranks; a rank may bring none. Leaves the model in eval mode.
 
         If no rank brings a completion token there is no gradient, and no step is taken: all ranks agree on it, since
-        they compare the global count. Raises `LockstepError`, on every rank and without a step, if the gradient is not
-        finite.
+        they compare the global count. Raises, on every rank and without a step: `ValueError` (`LockstepError` on the
+        ranks that are not to blame) for an item whose prompt is empty or whose logprobs are not one per token,
+        `LockstepError` if the gradient is not finite, `RankMissing` if a rank is lost.
         """
-        for item in items:
-            if len(item.rollout_logprobs) != len(item.ids):
-                raise ValueError(
-                    f"{len(item.rollout_logprobs)} rollout logprobs came for {len(item.ids)} tokens of an item"
-                )
         batches = self._batches(items)
         lr = self.optimizer.lr(step)
         num_tokens, normaliser = self._global_counts(items)
         if num_tokens == 0:
             return UpdateResult(self._empty_stats(), grad_norm=0.0, lr=lr, num_tokens=0)
-        reference = self._reference(batches)
         self.optimizer.zero_grad()
-        stats, worst = self._accumulate(batches, items, reference, scale=self.world.size / normaliser)
-        with record_function("train::clip and step"):
-            grad_norm = self.sharded.clip_grad_norm(self._train.max_grad_norm)
-            if not math.isfinite(grad_norm):
-                self.optimizer.zero_grad()
-                raise LockstepError(
-                    f"step {step}: the gradient norm is {grad_norm}, expected a finite number; no optimizer step was taken. "
-                    "Look for non-finite rewards or advantages, or lower train.lr"
-                )
-            self.optimizer.step(lr)
-            self.optimizer.zero_grad()
+        with data_phase(self.world, f"update {step}"):
+            reference = self._reference(batches)
+            stats, worst = self._accumulate(batches, items, reference, scale=self.world.size / normaliser)
+            grad_norm = self._clip_and_step(lr, step=step)
         (worst,) = max_over_ranks([worst], self.world)
         summed = sum_stats(stats, self.world)
         return UpdateResult(summed | _single("rollout_probs_diff_max", worst), grad_norm, lr, num_tokens)
@@ -102,7 +90,9 @@ class Actor:
     def _batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
         """Collective. This rank's micro-batches, and dummies up to the largest number that a rank has."""
         train = self._train
-        batches = pack(items, mode=train.packing, max_tokens=train.micro_batch_tokens, pad_id=self._pad_id)
+        with all_or_none(self.world, "packing"):
+            _check_logprobs(items)
+            batches = pack(items, mode=train.packing, max_tokens=train.micro_batch_tokens, pad_id=self._pad_id)
         (most,) = max_over_ranks([len(batches)], self.world)
         batches += [dummy_micro_batch(self._pad_id) for _ in range(int(most) - len(batches))]
         return [batch.to(self.world.device) for batch in batches]
@@ -130,6 +120,20 @@ class Actor:
         self.sharded.module.eval()
         with record_function("train::reference"), torch.no_grad(), self.sharded.adapter_off():
             return [self._score(batch).logprobs for batch in batches]
+
+    def _clip_and_step(self, lr: float, *, step: int) -> float:
+        """Collective. The norm before clipping is global, so all ranks step or all raise."""
+        with record_function("train::clip and step"):
+            grad_norm = self.sharded.clip_grad_norm(self._train.max_grad_norm)
+            if math.isfinite(grad_norm):
+                self.optimizer.step(lr)
+            self.optimizer.zero_grad()
+        if not math.isfinite(grad_norm):
+            raise LockstepError(
+                f"step {step}: the gradient norm is {grad_norm}, expected a finite number; no optimizer step was taken. "
+                "Look for non-finite rewards or advantages, or lower train.lr"
+            )
+        return grad_norm
 
     def _score(self, batch: MicroBatch, *, with_entropy: bool = False) -> TokenLogprobs:
         return token_logprobs(self.sharded.module, batch, sampling=self._sampling, with_entropy=with_entropy)
@@ -160,6 +164,7 @@ class Actor:
             worst = max(worst, gap)
             for name, stat in part.items():
                 stats[name] += stat
+        self.sharded.module.eval()
         stats["loss"] = Stat(stats["loss"].total, self._loss_count(items))
         stats["skipped"] = Stat(0.0, 1.0)
         return dict(stats), worst
@@ -200,6 +205,15 @@ class Actor:
         names = policy_loss(none, none, none, clip_low=0.0, clip_high=0.0, ref_logprobs=ref).stats
         own = ("loss", "entropy", "rollout_probs_diff_mean", "rollout_kl_k3", "rollout_probs_diff_max")
         return dict.fromkeys((*names, *own), Stat(0.0, 0.0)) | _single("skipped", 1.0)
+
+
+def _check_logprobs(items: Sequence[TrainItem]) -> None:
+    for index, item in enumerate(items):
+        if len(item.rollout_logprobs) != len(item.ids):
+            raise ValueError(
+                f"item {index}: expected a rollout logprob for each of its {len(item.ids)} completion tokens, "
+                f"{len(item.rollout_logprobs)} came"
+            )
 
 
 def _single(name: str, value: float) -> dict[str, Stat]:
