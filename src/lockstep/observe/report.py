@@ -87,18 +87,19 @@ def print_summary(console: Console, summary: RunSummary, next_steps: Sequence[tu
             console.print(f"  {what}\n      {command}", markup=False, highlight=False, soft_wrap=True)
 
 
-def suggest_next_steps(run_dir: Path, *, model: str, num_steps: int, has_tensorboard: bool) -> list[tuple[str, str]]:
-    """What one does with a finished run directory."""
-    recipe, adapter = (
-        shlex.quote(str(run_dir / "config.yaml")),
-        run_dir / "checkpoints" / f"step-{num_steps:06d}" / "adapter",
-    )
+def suggest_next_steps(
+    run_dir: Path, *, model: str, num_steps: int, has_tensorboard: bool, planned_steps: int | None = None
+) -> list[tuple[str, str]]:
+    """What one does with a finished run directory. A run that ended before its `planned_steps` was out of time."""
+    recipe = shlex.quote(str(run_dir / "config.yaml"))
+    adapter = run_dir / "checkpoints" / f"step-{num_steps:06d}" / "adapter"
+    more = "run.max_train_seconds=null" if num_steps < (planned_steps or 0) else f"run.num_steps={2 * num_steps}"
     steps = []
     if has_tensorboard:
         steps.append(("see the curves", f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"))
     steps += [
         ("score the adapter again, or with other options", f"lockstep eval {recipe}"),
-        ("train longer", f"lockstep train {recipe} --resume run.num_steps={2 * num_steps}"),
+        ("train longer", f"lockstep train {recipe} --resume {more}"),
     ]
     base = "base_model" if model.startswith("package:") else f"AutoModelForCausalLM.from_pretrained({model!r})"
     return [*steps, ("load the adapter in Python", f"PeftModel.from_pretrained({base}, {str(adapter)!r})")]
