@@ -55,8 +55,10 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch):
+def short_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also keeps the folder that a killed launcher cannot remove inside the test's own."""
     monkeypatch.setattr(supervise_module, "GRACE_S", 1.0)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def command(snippet: str) -> list[str]:
