@@ -189,11 +189,17 @@ def test_a_row_of_nans_is_reported_by_its_logprob():
     assert draw_tokens(logprobs, torch.tensor([0.5], dtype=torch.float64)).item() == 4
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(temperature=-0.1), Sampling(temperature=float("nan")), Sampling(top_p=0), Sampling(top_p=1.1)]
-    + [Sampling(top_k=-1), Sampling(max_new_tokens=0)],
-)
-def test_values_out_of_range_are_refused(sampling):
+OUT_OF_RANGE = [
+    {"temperature": -0.1},
+    {"temperature": float("nan")},
+    {"top_p": 0},
+    {"top_p": 1.1},
+    {"top_k": -1},
+    {"max_new_tokens": 0},
+]
+
+
+@pytest.mark.parametrize("values", OUT_OF_RANGE)
+def test_values_out_of_range_are_refused(values):
     with pytest.raises(ValueError, match="came"):
-        check_sampling(sampling)
+        check_sampling(Sampling(**values))

@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 import torch
+from transformers import GenerationConfig, Mamba2Config, Mamba2ForCausalLM, MistralConfig, MistralForCausalLM
+
 from helpers_rollout import (
     NumberTokenizer,
     greedy,
@@ -16,8 +18,6 @@ from helpers_rollout import (
     sharp_llama,
     tiny_gpt2,
 )
-from transformers import GenerationConfig, Mamba2Config, Mamba2ForCausalLM, MistralConfig, MistralForCausalLM
-
 from lockstep.errors import LockstepError, ModelError
 from lockstep.rollout import hf_decode
 from lockstep.rollout.hf import HFEngine, resolve_eos_ids
@@ -235,6 +235,13 @@ def test_generation_leaves_the_process_alone():
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
+def test_many_rows_are_drawn_in_parts(monkeypatch):
+    engine = make_engine()
+    samples = engine.generate(random_prompts([3, 4]), Sampling(max_new_tokens=5), num_samples=8, draw=DRAW)
+    monkeypatch.setattr(hf_decode, "CHOOSE_ROWS", 3)
+    assert engine.generate(random_prompts([3, 4]), Sampling(max_new_tokens=5), num_samples=8, draw=DRAW) == samples
+
+
 def test_no_prompts_no_samples():
     assert make_engine().generate([], Sampling(), num_samples=4, draw=DRAW) == []
 
@@ -247,6 +254,8 @@ def test_prompts_that_cannot_be_served_are_named():
     assert len(fits) == 1
     with pytest.raises(ValueError, match=r"'p0' has 17 tokens and may get 4 new ones, but the model has 20 positions"):
         engine.generate(random_prompts([17]), Sampling(max_new_tokens=4), num_samples=1, draw=DRAW)
+    with pytest.raises(ValueError, match="num_samples must be at least 1; 0 came"):
+        engine.generate(random_prompts([3]), Sampling(), num_samples=0, draw=DRAW)
     with pytest.raises(ValueError, match="top_p must be"):
         engine.generate(random_prompts([3]), Sampling(top_p=0), num_samples=1, draw=DRAW)
 

@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
 from helpers_rollout import (
     digest_for,
     greedy,
@@ -17,8 +19,6 @@ from helpers_rollout import (
     sharp_llama,
     tiny_gpt2,
 )
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-
 from lockstep.errors import StaleWeights, TransportError
 from lockstep.types import Bucket, Draw, Sampling
 

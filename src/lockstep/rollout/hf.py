@@ -1,8 +1,8 @@
 """Prompts in, samples out, from a transformers model in this process: the embedded engine, on CPU or GPU.
 
-The model is the engine's own, read from the checkpoint; the trainer's weights reach it over `begin`, `receive`, `commit`.
-Nothing computed from weights is kept between calls of `generate` (there is no prefix cache), so a commit has nothing to
-drop.
+The model is the engine's own, read from the checkpoint; the trainer's weights reach it over `begin`, `receive`,
+`commit`. Nothing computed from weights is kept between calls of `generate` (there is no prefix cache), so a commit has
+nothing to drop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.errors import LockstepError, ModelError, StaleWeights, TransportError
+from lockstep.rollout.base import Engine
 from lockstep.rollout.hf_batch import Batch, Budget, plan_batches
 from lockstep.rollout.hf_decode import Completions, LastLogits, complete
 from lockstep.rollout.hf_weights import AdapterHost, AdapterUpdate, InPlaceUpdate, Update, base_tensors
@@ -23,8 +24,8 @@ from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling
 
 _FORWARD_TOKENS = {"cpu": 32}
 _FORWARD_TOKENS_GPU = 1024
-"""What one more forward pass costs, in tokens of a larger one. CPU: 56 ms against 2.4 ms a token (SmolLM2-135M, one core).
-A GPU's passes over short prompts take as long as launching them does, whatever they hold."""
+"""What one more forward pass costs, in tokens of a larger one. CPU, measured: 56 ms against 2.4 ms a token
+(SmolLM2-135M, one core). GPU, an estimate: launching a pass takes as long as a pass over some hundred tokens."""
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -34,12 +35,13 @@ class Decoder(Protocol):
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any: ...
 
 
-class HFEngine:
+class HFEngine(Engine):
     """An `Engine` (see `lockstep.rollout.base`) around a transformers model.
 
-    A completion ends at any of `eos_ids` or of the call's `sampling.eos_ids`. `cache_tokens` bounds the key-value cache of
-    one batch, in tokens; while rows leave a batch one layer of it is there twice. Prompts that share a beginning, or are
-    equal, are computed once; up to rounding (about 1e-6 in fp32) a sample does not depend on what else is in its batch.
+    A completion ends at any of `eos_ids` or of the call's `sampling.eos_ids`. `cache_tokens` bounds the key-value cache
+    of one batch, in tokens; while rows leave a batch one layer of it is there twice. Prompts that share a beginning, or
+    are equal, are computed once. What else is in its batch changes a sample's logits by rounding only (about 1e-6 in
+    fp32), and hence its tokens only where a random number falls into that gap.
     """
 
     def __init__(
@@ -103,10 +105,12 @@ class HFEngine:
         return self._eos_ids
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw) -> list[Sample]:
-        """See `Engine.generate`. While an adapter update is open the old version is served; see `StaleWeights` for others."""
+        """See `Engine.generate`. While an adapter update is open, the old version is served."""
         if self._stale is not None:
             raise StaleWeights(self._stale)
         check_sampling(sampling)
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1; {num_samples} came")
         self._check_prompts(prompts, sampling)
         budget = Budget(
             cache_tokens=self._cache_tokens,
@@ -125,8 +129,8 @@ class HFEngine:
         """See `Receiver.begin`. Kind adapter: the old version stays served. Others: nothing is, until the commit."""
         if self._update is not None:
             raise TransportError(
-                f"version {manifest.version} cannot begin: the update to version {self._update.manifest.version} is open; "
-                "commit or abort it first"
+                f"version {manifest.version} cannot begin: the update to version {self._update.manifest.version} is "
+                "open; commit or abort it first"
             )
         if manifest.kind == "adapter":
             self._check_base_takes_adapters(manifest)
@@ -156,8 +160,8 @@ class HFEngine:
             return
         if self._stale is not None:
             self._stale = (
-                f"the update to version {self._update.manifest.version} was aborted after it had begun to overwrite the "
-                f"engine's weights ({reason}); send a complete merged or full update"
+                f"the update to version {self._update.manifest.version} was aborted after it had begun to overwrite "
+                f"the engine's weights ({reason}); send a complete merged or full update"
             )
         self._update = None
 
@@ -182,8 +186,8 @@ class HFEngine:
             needed = len(prompt.ids) + sampling.max_new_tokens
             if self._max_len is not None and needed > self._max_len:
                 raise ValueError(
-                    f"prompt {prompt.uid!r} has {len(prompt.ids)} tokens and may get {sampling.max_new_tokens} new ones, "
-                    f"but the model has {self._max_len} positions; shorten the prompt or lower rollout.max_new_tokens"
+                    f"prompt {prompt.uid!r} has {len(prompt.ids)} tokens and may get {sampling.max_new_tokens} new "
+                    f"ones, but the model has {self._max_len} positions; shorten the prompt or lower rollout.max_new_tokens"
                 )
 
     def _run(self, batch: Batch, sampling: Sampling, draw: Draw, prompts: dict[int, Prompt]) -> list[Sample]:
@@ -230,8 +234,8 @@ class HFEngine:
 def resolve_eos_ids(tokenizer: Any, config: Any, generation_config: Any, extra: Iterable[int]) -> tuple[int, ...]:
     """All ids that end a completion: the tokenizer's, the checkpoint's (an id or a list, in either file) and `extra`.
 
-    `generation_config` may be None. Nothing else of it is used anywhere: temperature, penalties and the rest are what the
-    recipe says.
+    `generation_config` may be None. Nothing else of it is used anywhere: temperature, penalties and the rest are what
+    the recipe says.
     """
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     found.append(getattr(generation_config, "eos_token_id", None))

@@ -27,6 +27,9 @@ LEAVE_AT = 8
 """Finished rows leave once they are an eighth of the batch. Carrying a row costs about 4 ms a step, copying one that
 stays 0.45 ms (SmolLM2-135M, 64 rows, one core): from an eighth on, leaving pays for itself within the next step."""
 
+CHOOSE_ROWS = 256
+"""Rows whose tokens are drawn at once: bounds the fp32 and fp64 copies of the logits (0.6 GB with 151936 tokens)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completions:
@@ -106,9 +109,13 @@ def complete(forward: LastLogits, batch: Batch, sampling: Sampling, *, uniforms_
 
 def _choose(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
     """The next token of every row and its log-probability."""
-    logprobs_RV = sampling_logprobs(logits_RV, sampling)
-    tokens_R = logprobs_RV.argmax(dim=-1) if sampling.temperature == 0 else draw_tokens(logprobs_RV, uniforms_R)
-    return tokens_R, logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
+    tokens, chosen = [], []
+    for logits_BV, uniforms_B in zip(logits_RV.split(CHOOSE_ROWS), uniforms_R.split(CHOOSE_ROWS), strict=True):
+        logprobs_BV = sampling_logprobs(logits_BV, sampling)
+        tokens_B = logprobs_BV.argmax(dim=-1) if sampling.temperature == 0 else draw_tokens(logprobs_BV, uniforms_B)
+        tokens.append(tokens_B)
+        chosen.append(logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1))
+    return torch.cat(tokens), torch.cat(chosen)
 
 
 def _advance(forward: LastLogits, rows: _Rows, tokens_R: Tensor) -> None:

@@ -221,7 +221,7 @@ def _tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _check_names(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], groups: Iterable[list[str]]) -> None:
-    """Every manifest name must be one of the engine's, of its shape; of every group of tied names exactly one must come."""
+    """Every manifest name must be one of the engine's, of its shape; of each group of tied names exactly one must come."""
     for spec in manifest.specs:
         if spec.name not in shapes:
             near = difflib.get_close_matches(spec.name, shapes, n=1, cutoff=0.0)
@@ -231,14 +231,15 @@ def _check_names(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], grou
             )
         if spec.shape != shapes[spec.name]:
             raise TransportError(
-                f"tensor {spec.name!r}: the engine's has shape {list(shapes[spec.name])}, the manifest says {list(spec.shape)}"
+                f"tensor {spec.name!r}: the engine's has shape {list(shapes[spec.name])}, "
+                f"the manifest says {list(spec.shape)}"
             )
     listed = {spec.name for spec in manifest.specs}
     missing = [group for group in groups if listed.isdisjoint(group)]
     if missing:
         raise TransportError(
-            f"the manifest of version {manifest.version} (kind {manifest.kind}) leaves out {len(missing)} of the engine's "
-            f"tensors, first {[group[0] for group in missing[:3]]}"
+            f"the manifest of version {manifest.version} (kind {manifest.kind}) leaves out {len(missing)} of the "
+            f"engine's tensors, first {[group[0] for group in missing[:3]]}"
         )
     twice = [group for group in groups if len(listed.intersection(group)) > 1]
     if twice:
