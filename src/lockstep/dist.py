@@ -20,6 +20,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from lockstep.config import DistConfig
 from lockstep.errors import LockstepError, RankMissing, RanksDisagree
 from lockstep.types import Stat
 
@@ -65,18 +66,18 @@ def device_for(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(*, device: str, timeout_s: float, agree_timeout_s: float) -> World:
+def start(device: str, limits: DistConfig) -> World:
     """Collective. Join the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK; MASTER_ADDR/PORT or LOCKSTEP_STORE).
 
     Without RANK this process is the only rank, and FSDP still gets a process group of one. Raises `LockstepError` when the
-    rendezvous fails: the address is taken, or a rank does not come within `timeout_s`.
+    rendezvous fails: the address is taken, or a rank does not come within `limits.timeout_s`.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     where = device_for(device, local_rank)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=limits.timeout_s)
     store = _rendezvous(rank, size, timeout)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     try:
@@ -86,10 +87,10 @@ def start(*, device: str, timeout_s: float, agree_timeout_s: float) -> World:
         control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except (RuntimeError, ValueError) as error:
         raise LockstepError(
-            f"rank {rank} of {size} could not join the others within {timeout_s:.0f} s: {error}. "
+            f"rank {rank} of {size} could not join the others within {limits.timeout_s:.0f} s: {error}. "
             "Check that every rank was started with the same WORLD_SIZE and a RANK of its own"
         ) from error
-    return World(rank, size, local_rank, where, agree_timeout_s, control, store)
+    return World(rank, size, local_rank, where, limits.agree_timeout_s, control, store)
 
 
 def _rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:

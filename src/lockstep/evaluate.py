@@ -109,9 +109,7 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
     """Collective over the ranks that the environment names. Score data.eval and print a table; the exit code."""
     if config.data.eval is None:
         raise ConfigError("lockstep eval needs held-out data: give data.eval (a task or a path)")
-    world = dist.start(
-        device=config.run.device, timeout_s=config.dist.timeout_s, agree_timeout_s=config.dist.agree_timeout_s
-    )
+    world = dist.start(config.run.device, config.dist)
     console = make_console(world.rank)
     configure_logging(world.rank, console)
     try:

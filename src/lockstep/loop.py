@@ -2,7 +2,7 @@
 
     prompts -> engine.generate -> rewards -> advantages -> actor.update -> export -> transport -> engine   (and again)
 
-Every rank runs this file, and what is collective is called by all of them. Rank 0 writes and prints.
+Every rank runs this file. What is collective is called by all; rank 0 writes and prints.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lockstep.assemble import Parts, assemble
 from lockstep.config import Config
 from lockstep.data.items import make_items
 from lockstep.dist import World
-from lockstep.errors import LockstepError, StaleWeights
+from lockstep.errors import StaleWeights
 from lockstep.evaluate import EvalResult, run_eval, score_held_out, share
 from lockstep.export.stream import export_weights
-from lockstep.observe.metrics import reward_stats
+from lockstep.observe.metrics import refuse_empty, reward_stats
 from lockstep.observe.observer import Observer
 from lockstep.observe.progress import configure_logging, make_console
 from lockstep.rundir import RunDir, open_run_dir
@@ -32,29 +32,31 @@ from lockstep.train.step import UpdateResult
 from lockstep.transport.inproc import Pushed, push
 from lockstep.types import Draw, ScoredSample
 
-__all__ = ["Loop", "run_eval", "run_training"]
+__all__ = ["Loop", "run_eval", "run_training", "train_in"]
 
 
 def run_training(config: Config, *, resume: bool) -> int:
     """Train as the config says. Collective over the ranks that the environment names. The exit code: 0, also when stopped."""
-    world = dist.start(
-        device=config.run.device, timeout_s=config.dist.timeout_s, agree_timeout_s=config.dist.agree_timeout_s
-    )
+    world = dist.start(config.run.device, config.dist)
     configure_logging(world.rank, make_console(world.rank))
     try:
-        with dist.all_or_none(world, "opening the run directory"):
-            run = open_run_dir(config, resume=resume, is_main=world.is_main)
-        with run:
-            found = checkpoint.newest(run.checkpoints, world) if resume else None
-            parts = assemble(config, world)
-            with Observer(config, run, world, resume_step=found.step if found else 0) as observer:
-                loop = Loop(config, world, parts=parts, run=run, observer=observer)
-                if found is not None:
-                    loop.restore(found)
-                loop.train()
+        train_in(world, config, resume=resume)
     finally:
         dist.stop(world)
     return 0
+
+
+def train_in(world: World, config: Config, *, resume: bool) -> None:
+    """Collective. `run_training` for ranks that have met already."""
+    with dist.all_or_none(world, "opening the run directory"):
+        run = open_run_dir(config, resume=resume, is_main=world.is_main)
+    with run:
+        found, parts = checkpoint.newest(run.checkpoints, world) if resume else None, assemble(config, world)
+        with Observer(config, run, world, resume_step=found.step if found else 0) as observer:
+            loop = Loop(config, world, parts=parts, run=run, observer=observer)
+            if found is not None:
+                loop.restore(found)
+            loop.train()
 
 
 class Loop:
@@ -111,10 +113,9 @@ class Loop:
         }
         metrics["frac_reward_zero_std"] = self.total(zero_groups) / self.config.rollout.prompts_per_step
         self.record(scored, update=update, metrics=metrics)
-        every, eval_every = self.config.checkpoint.every_steps, self.config.eval.every_steps
-        if every and self.step % every == 0:
+        if self.is_due(self.config.checkpoint.every_steps):
             self.save()
-        if eval_every and self.step % eval_every == 0 and self.step < self.config.run.num_steps:
+        if self.is_due(self.config.eval.every_steps) and self.step < self.config.run.num_steps:
             self.evaluate(f"step {self.step}")
 
     def rollout(self) -> list[ScoredSample]:
@@ -158,11 +159,7 @@ class Loop:
             self.carried["reward_first"] = metrics["reward"]
         with dist.all_or_none(self.world, "writing metrics"):
             self.observer.step(self.step, metrics, scored)
-        if means["empty"] == 1.0:
-            raise LockstepError(
-                f"step {self.step}: all {sums['empty'].count:.0f} completions are empty: the model ends its answer at once. "
-                f"Look at {self.run.samples}, at data.prompt (template, format) and at rollout.stop_token_ids"
-            )
+        refuse_empty(sums, step=self.step, samples=self.run.samples)
 
     def save(self) -> None:
         """Collective. A checkpoint of the present step, unless there is one."""
@@ -192,6 +189,9 @@ class Loop:
         limit = self.config.run.max_train_seconds
         late = limit is not None and self.carried["train_seconds"] >= limit
         return dist.any_rank(late or stop_requested() is not None, self.world)
+
+    def is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
 
     def total(self, count: float) -> float:
         """Collective. Over all ranks."""

@@ -2,7 +2,8 @@
 
 ```
 config.yaml      the resolved recipe           metrics.jsonl  one line per step     summary.json  what came out
-checkpoints/     step-000010/ ...              samples/       step-000010.jsonl ... tensorboard/  event files
+checkpoints/     step-000010/ ...              eval.jsonl     one line per scoring  tensorboard/  event files
+samples/         step-000010.jsonl ...
 ```
 `files.py` has the atomic writes that everything in here is put down with; they can be imported from here too.
 """
@@ -73,6 +74,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "eval.jsonl"
 
     @property
     def summary(self) -> Path:

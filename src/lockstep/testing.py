@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep import dist as ldist
+from lockstep.config import DistConfig
 
 
 def run_ranks(
@@ -85,7 +86,7 @@ def _rank_main(rank: int, store: str, size: int, agree_timeout_s: float, fn: Any
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCKSTEP_STORE=store)
     torch.set_num_threads(1)
     try:
-        world = ldist.start(device="cpu", timeout_s=60, agree_timeout_s=agree_timeout_s)
+        world = ldist.start("cpu", DistConfig(timeout_s=60, agree_timeout_s=agree_timeout_s))
         value = fn(world, *args)
         results.put((rank, True, value))
     except BaseException:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from lockstep.errors import LockstepError
 from lockstep.files import atomic_write_text, explain_os_errors
 from lockstep.rundir import RunDir
 from lockstep.types import ScoredSample, Stat
@@ -125,6 +126,15 @@ def reward_stats(scored: Sequence[ScoredSample], labels: Sequence[str]) -> dict[
         "empty": [not item.sample.text.strip() for item in scored],
     }
     return {name: Stat(math.fsum(values), count) for name, values in columns.items()}
+
+
+def refuse_empty(sums: Mapping[str, Stat], *, step: int, samples: Path) -> None:
+    """Raises `LockstepError` when no completion of the step, over all ranks, has any text: nothing could be learned from it."""
+    if sums["empty"].mean == 1.0:
+        raise LockstepError(
+            f"step {step}: all {sums['empty'].count:.0f} completions are empty: the model ends its answer at once. "
+            f"Look at {samples}, at data.prompt (template, format) and at rollout.stop_token_ids"
+        )
 
 
 def finite_or_none(value: float | None) -> float | None:

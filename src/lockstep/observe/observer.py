@@ -1,66 +1,100 @@
-"""What a run does, as it does it, in; progress, metrics, samples and the summary out. Rank 0 writes, the others only time."""
+"""What the loop says in; files, the terminal and the summary out. Every rank has one; rank 0's writes and prints."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from lockstep.config import Config
 from lockstep.dist import World
 from lockstep.evaluate import EvalResult
-from lockstep.observe.metrics import MetricsWriter
+from lockstep.observe.metrics import MetricsWriter, StepLines, finite_or_none
 from lockstep.observe.progress import Progress, make_console
 from lockstep.observe.report import RunSummary, print_summary, suggest_next_steps, write_summary
 from lockstep.observe.samples import SampleWriter
 from lockstep.observe.timing import Phase, PhaseTimer
 from lockstep.rundir import RunDir
+from lockstep.signals import stop_requested
 from lockstep.types import ScoredSample
 
 
 class Observer:
-    """Use as a context: it puts the terminal back and closes its files, also after an error."""
+    """Use it as a context: it closes the files and puts the terminal back, also after an error. Nothing is collective.
+
+    `resume_step` is the number of steps that the run already has: what is on disk beyond it is dropped. Raises
+    `CheckpointError` on rank 0 when the disk refuses.
+    """
 
     def __init__(self, config: Config, run: RunDir, world: World, *, resume_step: int):
         self._config, self._run, self._world = config, run, world
+        self._step = resume_step
         self._console = make_console(world.rank)
         self._progress = Progress(config.run.num_steps, console=self._console, first_step=resume_step)
         self._timer = PhaseTimer(on_phase=self._progress.phase, device=world.device)
+        self._open = ExitStack()
         self._metrics: MetricsWriter | None = None
+        self._evals: StepLines | None = None
         self._samples: SampleWriter | None = None
-        if world.is_main:
-            observe = config.observe
-            self._metrics = MetricsWriter(run, tensorboard=observe.tensorboard, resume_step=resume_step)
-            self._samples = SampleWriter(run, limit=observe.samples_per_step, resume_step=resume_step)
 
-    def phase(self, name: str) -> AbstractContextManager[Phase]:
-        """Time the block; set `.tokens` of what it yields."""
-        return self._timer.phase(name)
+    def __enter__(self) -> Observer:
+        observe, step = self._config.observe, self._step
+        with self._open:
+            if self._world.is_main:
+                metrics = MetricsWriter(self._run, tensorboard=observe.tensorboard, resume_step=step)
+                self._metrics = self._open.enter_context(metrics)
+                self._evals = StepLines(self._run.evals, resume_step=step)
+                self._open.callback(self._evals.close)
+                self._samples = SampleWriter(self._run, limit=observe.samples_per_step, resume_step=step)
+            self._open.enter_context(self._progress)
+            self._open = self._open.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
 
     def note(self, text: str) -> None:
+        """A line for the user."""
         self._progress.note(text)
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Time a block, show that it runs, and mark it in profiles. Set `.tokens` of what it yields."""
+        with self._timer.phase(name) as phase:
+            yield phase
+
     def start_training(self) -> None:
-        """What was timed so far is not a step's."""
+        """From now on time counts as training: the first step is not charged for what came before."""
         self._timer.take_step()
         self._progress.restart_clock()
 
     def step(self, step: int, metrics: Mapping[str, float], scored: Sequence[ScoredSample]) -> None:
-        """One step is done: its numbers over all ranks, and this rank's samples."""
-        times = self._timer.take_step()
-        seconds = math.fsum(value for name, value in times.items() if name.startswith("seconds."))
-        tokens = metrics["completion_tokens_total"]
-        self._progress.step(
-            step, reward=metrics["reward"], loss=metrics["loss"], tokens_per_second=tokens / seconds if seconds else math.nan
-        )
-        if self._metrics is not None and self._samples is not None:
-            self._metrics.write(step, {**metrics, **times})
-            self._samples.write(step, scored)
+        """The numbers of a step, over all ranks, and this rank's samples. `reward` and `loss` are shown."""
+        self._step = step
+        numbers = {**metrics, **self._timer.take_step()}
+        if self._metrics is None or self._samples is None:
+            return
+        self._metrics.write(step, numbers)
+        self._samples.write(step, scored)
+        tokens, seconds = numbers.get("completion_tokens_total", 0.0), numbers.get("step_seconds", 0.0)
+        rate = tokens / seconds if seconds else 0.0
+        self._progress.step(step, reward=numbers["reward"], loss=numbers["loss"], tokens_per_second=rate)
 
     def score(self, name: str, result: EvalResult) -> None:
-        form = "" if result.format_rate is None else f", format {100 * result.format_rate:.1f} %"
-        self.note(f"{name}: accuracy {100 * result.accuracy:.1f} %{form} of {result.num_problems} held-out problems, asked {result.template!r}")
+        """A scoring of the held-out problems: a line in `eval.jsonl` and on the terminal, curves in TensorBoard."""
+        form = "" if result.format_rate is None else f", format rate {100 * result.format_rate:.1f} %"
+        problems = f"{result.num_problems} held-out problems"
+        self.note(
+            f"eval {name}: accuracy {100 * result.accuracy:.1f} %{form} on {problems}, asked with {result.template!r}"
+        )
+        if self._metrics is None or self._evals is None:
+            return
+        values = {"accuracy": finite_or_none(result.accuracy), "format_rate": finite_or_none(result.format_rate)}
+        rest = {"num_problems": result.num_problems, "template": result.template}
+        self._evals.append(self._step, {"name": name, **values, **rest})
+        self._metrics.draw(self._step, {f"eval.{key}": value for key, value in values.items() if value is not None})
 
     def finish(
         self,
@@ -71,12 +105,14 @@ class Observer:
         before: EvalResult | None,
         after: EvalResult | None,
     ) -> None:
-        """Write summary.json and print the tables. `rewards` is the first and the last step's mean."""
+        """Write `summary.json` and, unless the run was asked to stop, print the table and what to do next.
+
+        `rewards` is the first and the last step's mean.
+        """
         if not self._world.is_main:
             return
-        config = self._config
         summary = RunSummary(
-            model=config.model.path,
+            model=self._config.model.path,
             world_size=self._world.size,
             policy_version=steps,
             num_steps=steps,
@@ -89,18 +125,13 @@ class Observer:
             tokens_per_second=self._timer.tokens_per_second,
         )
         write_summary(self._run.summary, summary)
-        steps_to_take = suggest_next_steps(
-            self._run.path, model=config.model.path, num_steps=steps, has_tensorboard=config.observe.tensorboard
-        )
-        print_summary(self._console, summary, steps_to_take)
-
-    def __enter__(self) -> Observer:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
-        if self._metrics is not None:
-            self._metrics.close()
+        self._open.close()
+        if stop_requested() is None:
+            todo = suggest_next_steps(
+                self._run.path,
+                model=self._config.model.path,
+                num_steps=steps,
+                has_tensorboard=self._config.observe.tensorboard,
+                planned_steps=self._config.run.num_steps,
+            )
+            print_summary(self._console, summary, todo)
