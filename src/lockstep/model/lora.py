@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config import LoraSection
 from lockstep.errors import ModelError
+from lockstep.known_warnings import while_injecting
 
 ADAPTER = "default"
 REFERENCE = "reference"
@@ -155,11 +155,7 @@ def _check_targets(targets: str | list[str], model: nn.Module) -> None:
 
 def _inject(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     try:
-        with warnings.catch_warnings():
-            # PEFT 0.21 asks for an attribute that transformers 5.24 renamed; harmless, and gone with a newer PEFT.
-            warnings.filterwarnings(
-                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
-            )
+        with while_injecting():
             return cast(PeftModel, get_peft_model(model, config))
     except (ValueError, TypeError) as error:
         raise ModelError(f"lora: PEFT cannot put this adapter on {type(model).__name__}: {error}") from error

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.errors import TransportError
+from lockstep.known_warnings import while_injecting
 from lockstep.transport.base import Ledger, digest_of, tensor_line
 from lockstep.types import Bucket, Manifest
 
@@ -187,7 +188,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+        with torch.random.fork_rng(devices=sorted(device.index for device in devices)), while_injecting():
             # A copy, since PEFT writes the resolved targets into the configuration that it is given.
             peft = get_peft_model(
                 model, copy.deepcopy(config), autocast_adapter_dtype=False, low_cpu_mem_usage=_is_meta(model)

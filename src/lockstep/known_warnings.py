@@ -1,0 +1,15 @@
+"""Warnings of libraries that are known to be harmless, silenced where they arise, each with its reason and its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def while_injecting() -> Iterator[None]:
+    """PEFT 0.21 asks transformers 5.24 for an attribute that was renamed (`is_gradient_checkpointing`); gone with a newer PEFT."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield
