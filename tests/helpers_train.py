@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import TrainConfig
 from lockstep.dist import World
+from lockstep.known_warnings import while_injecting
 from lockstep.model.lora import reference_policy
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
@@ -44,9 +45,7 @@ def item(prompt: Sequence[int], ids: Sequence[int], *, group: int = 0, advantage
 
 @contextmanager
 def known_peft_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # peft 0.21 asks transformers 5.24 for `is_gradient_checkpointing`, which has a new name since; peft's to fix.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    with while_injecting():
         # peft on tied embeddings: about merging and saving, which nothing here does.
         warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""Log-probabilities of completion tokens: the same in every layout, under the sampling distribution, in bounded memory."""
+"""Log-probabilities of completion tokens: equal in every layout, under the sampling distribution, in bounded memory."""
 
 from __future__ import annotations
 
@@ -230,6 +230,26 @@ def test_logits_of_all_tokens_never_exist_at_once(chunk_tokens):
     assert vocab * 32 < whole
     assert (largest.numel <= vocab * 32) == (chunk_tokens == 8)
     assert (largest.numel >= whole) == (chunk_tokens == 1024)
+
+
+def test_no_chunk_keeps_its_logits_for_backward():
+    vocab = 2048
+    model = adapt(tiny_llama(vocab_size=vocab))
+    batch = one_batch(make_items(4, 4, vocab=vocab), "shared_prefix")
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() if tensor.shape[-1:] == (vocab,) and tensor.shape[0] != 32 else 0)  # not the weight
+        return tensor
+
+    totals = []
+    for chunk_tokens in (8, 1024):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            token_logprobs(model, batch, sampling=PLAIN, chunk_tokens=chunk_tokens, with_entropy=True)
+        totals.append(sum(kept))
+    assert totals[0] == 0
+    assert totals[1] >= batch.num_tokens * vocab
 
 
 @pytest.mark.parametrize("tied", [False, True])

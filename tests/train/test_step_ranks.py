@@ -1,4 +1,4 @@
-"""Two ranks under FSDP2 against one process without: equal gradients whatever each rank brings, and nobody waits for ever."""
+"""Two ranks under FSDP2 against one process without: equal gradients whatever each rank brings, and nobody hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from helpers_sharded import randomise_b, shard_folder
-from helpers_train import Unsharded, item, known_peft_warnings, largest_gap, make_actor, make_items, whole_gradients
+from helpers_train import (
+    Unsharded,
+    adapt,
+    item,
+    known_peft_warnings,
+    largest_gap,
+    make_actor,
+    make_items,
+    whole_gradients,
+)
 from lockstep.config import LoraSection
 from lockstep.data.packing import pack
 from lockstep.dist import World
@@ -139,8 +148,17 @@ def run_head(world: World, folder: str) -> tuple[dict[str, np.ndarray], list[flo
     return portable(whole_gradients(sharded)), scored.logprobs.tolist()
 
 
-def run_all(world: World, folder: str, tied_folder: str) -> dict[str, Any]:
+def run_from_adapter(world: World, folder: str, adapter: str) -> list[float]:
+    """KL to the reference over three updates of a run that starts from a trained adapter."""
+    sharded = shard_folder(world, folder, LoraSection(init_from=adapter))
+    actor = make_actor(sharded, world, kl_coef=0.1)
+    items = [each for each in make_items(2, 3) if each.group == world.rank]
+    return [actor.update(items, step=step).stats["kl_ref"].mean for step in range(3)]
+
+
+def run_all(world: World, folder: str, tied_folder: str, adapter: str) -> dict[str, Any]:
     return {
+        "from adapter": run_from_adapter(world, folder, adapter),
         "cases": run_cases(world, folder),
         "refusals": run_refusals(world, folder),
         "curve": run_curve(world, folder),
@@ -165,10 +183,12 @@ class _Alone(Unsharded):
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as tied:
+    with tempfile.TemporaryDirectory() as root:
+        plain, tied, adapter = (f"{root}/{name}" for name in ("plain", "tied", "adapter"))
         tiny_llama().save_pretrained(plain)
         tiny_llama(tie_word_embeddings=True).save_pretrained(tied)
-        return run_ranks(2, run_all, plain, tied)
+        adapt(tiny_llama()).save_pretrained(adapter)
+        return run_ranks(2, run_all, plain, tied, adapter)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -205,6 +225,13 @@ def test_what_one_rank_cannot_do_no_rank_does(ranks):  # B40
         assert rank["refusals"]["afterwards"] > 0
     assert "rank 1 failed" in ranks[0]["refusals"]["bad item"]
     assert ranks[0]["refusals"]["afterwards"] == ranks[1]["refusals"]["afterwards"]
+
+
+def test_the_reference_of_a_run_from_an_adapter_is_that_adapter(ranks):  # B83
+    for rank in ranks:
+        first, *later = rank["from adapter"]
+        assert first == 0.0
+        assert min(later) > 1e-5
 
 
 def test_five_steps_on_two_ranks_have_the_losses_of_five_steps_on_one(ranks):
