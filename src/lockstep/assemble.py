@@ -22,6 +22,7 @@ from lockstep.data.tasks import split_rows
 from lockstep.dist import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.plan import AdapterExport, Export, MergedExport
+from lockstep.known_warnings import while_recomputing
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer, load_whole
 from lockstep.model.lora import inject_lora
 from lockstep.rollout.hf import HFEngine, resolve_eos_ids
@@ -29,6 +30,7 @@ from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fill import fill
 from lockstep.sharding.fsdp2 import shard_fsdp2
 from lockstep.sharding.plan import LayerClasses, plan_sharding
+from lockstep.train.logprobs import probe_packing
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
 from lockstep.types import Prompt, Sampling
@@ -83,6 +85,8 @@ def assemble(config: Config, world: World) -> Parts:
     sharded = make_sharded(config, files, world)
     engine = make_engine(config, files, tokenizer, world)
     sampling = make_sampling(config, engine.eos_ids)
+    probe_packing(sharded.module, config.train.packing, sampling=sampling, pad_id=int(tokenizer.pad_token_id))  # type: ignore[arg-type]
+    sharded.settle()
     optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
     actor = Actor(
         sharded,
@@ -103,7 +107,8 @@ def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedMode
     check_packing_supported(empty.config, config.train.packing)
     model = inject_lora(empty, config.lora, seed=config.run.seed)
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with while_recomputing():
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     plan = plan_sharding(model, LayerClasses(config.sharding.layer_classes))
     sharded = shard_fsdp2(model, plan, world, reshard_after_forward=config.sharding.reshard_after_forward)
     fill(sharded, files, attention=config.model.attention)

@@ -13,3 +13,13 @@ def while_injecting() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield
+
+
+@contextmanager
+def while_recomputing() -> Iterator[None]:
+    """transformers 5.24 renamed `gradient_checkpointing_enable`; older 5.x know only the old name, which works on both."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="`gradient_checkpointing_enable` is deprecated", category=FutureWarning
+        )
+        yield
