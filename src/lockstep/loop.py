@@ -150,7 +150,9 @@ class Loop:
     def record(self, scored: Sequence[ScoredSample], *, update: UpdateResult, metrics: dict[str, float]) -> None:
         """Collective. The step's numbers over all ranks, to disk and screen."""
         sums = dist.sum_stats(reward_stats(scored, self.parts.data.rewards.labels), self.world)
-        means = {name: stat.mean for name, stat in (sums | update.stats).items()}
+        means = {
+            name: stat.mean for name, stat in (sums | update.stats).items() if stat.count
+        }  # none: no gradient in this step
         metrics = means | {"grad_norm": update.grad_norm, "lr": update.lr, "loss_tokens": update.num_tokens} | metrics
         metrics["completion_tokens_total"] = sums["completion_tokens"].total
         self.carried["train_seconds"] += metrics["step_seconds"]

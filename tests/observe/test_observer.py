@@ -117,3 +117,14 @@ def test_a_disk_that_refuses_while_files_are_opened_leaves_nothing_open(tmp_path
     with pytest.raises(CheckpointError, match=r"eval\.jsonl"), observer:
         pass
     assert observer._progress._live is None
+
+
+def test_steps_without_a_gradient_are_shown_and_then_complained_about(
+    tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    with Observer(config, RunDir(tmp_path), World(), resume_step=0) as observer:
+        for step in range(1, observer_module.IDLE_STEPS + 3):
+            assert ("in a row taught nothing" in caplog.text) == (step > observer_module.IDLE_STEPS)
+            observer.step(step, {"reward": 0.5, "completion_tokens_total": 1.0, "step_seconds": 1.0}, make_scored())
+    assert "reward 0.500  no gradient" in capsys.readouterr().out
+    assert caplog.text.count("in a row taught nothing") == 1

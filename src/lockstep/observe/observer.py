@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -17,6 +18,11 @@ from lockstep.observe.timing import Phase, PhaseTimer
 from lockstep.rundir import RunDir
 from lockstep.signals import stop_requested
 from lockstep.types import ScoredSample
+
+log = logging.getLogger(__name__)
+
+IDLE_STEPS = 5
+"""Steps without a gradient after which the user is told, once."""
 
 
 class Observer:
@@ -36,6 +42,7 @@ class Observer:
         self._metrics: MetricsWriter | None = None
         self._evals: StepLines | None = None
         self._samples: SampleWriter | None = None
+        self._idle_steps = 0
 
     def __enter__(self) -> Observer:
         observe, step = self._config.observe, self._step
@@ -80,7 +87,17 @@ class Observer:
         self._samples.write(step, scored)
         tokens, seconds = numbers.get("completion_tokens_total", 0.0), numbers.get("step_seconds", 0.0)
         rate = tokens / seconds if seconds else 0.0
-        self._progress.step(step, reward=numbers["reward"], loss=numbers["loss"], tokens_per_second=rate)
+        self._progress.step(step, reward=numbers["reward"], loss=numbers.get("loss"), tokens_per_second=rate)
+        self._warn_if_idle(is_idle="loss" not in numbers)
+
+    def _warn_if_idle(self, *, is_idle: bool) -> None:
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
+        if self._idle_steps == IDLE_STEPS:
+            log.warning(
+                "%d steps in a row taught nothing: in every group all samples earn the same. Look at samples/: a reward that "
+                "is too easy, too hard or satisfied by a trick; a temperature too low; a group too small",
+                IDLE_STEPS,
+            )
 
     def score(self, name: str, result: EvalResult) -> None:
         """A scoring of the held-out problems: a line in `eval.jsonl` and on the terminal, curves in TensorBoard."""

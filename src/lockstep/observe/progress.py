@@ -67,13 +67,13 @@ class Progress:
         """What runs now; "" for nothing. The live display shows it."""
         self._phase = name
 
-    def step(self, step: int, *, reward: float, loss: float, tokens_per_second: float) -> None:
-        """A step has been made. On no terminal this is the one line that it gets."""
+    def step(self, step: int, *, reward: float, loss: float | None, tokens_per_second: float) -> None:
+        """A step has been made; `loss` is None where it had no gradient. On no terminal this is the one line that it gets."""
         self._done = step
         seconds = (time.monotonic() - self._began) / max(1, step - self._first)
         numbers = [
             f"reward {reward:.3f}",
-            f"loss {loss:.4f}",
+            "no gradient" if loss is None else f"loss {loss:.4f}",
             f"{tokens_per_second:.0f} tokens/s",
             f"{seconds:.1f} s/step",
         ]
