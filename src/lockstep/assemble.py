@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.checkpoint import TrainState
-from lockstep.config import Config, DataConfig, RewardConfig
+from lockstep.config import Config, DataConfig
 from lockstep.data.order import PromptOrder
 from lockstep.data.packing import check_packing_supported
 from lockstep.data.prompts import encode_prompts
@@ -134,8 +134,8 @@ def make_sampling(config: Config, eos_ids: tuple[int, ...]) -> Sampling:
 
 def eval_rewards(config: Config) -> tuple[RewardSet, RewardSet | None]:
     """What says whether a held-out answer is right, and (if asked for) whether its form is."""
-    correct = RewardSet([RewardConfig(name=config.eval.correct)])
-    return correct, RewardSet([RewardConfig(name=config.eval.format)]) if config.eval.format else None
+    correct = RewardSet([config.eval.correct])
+    return correct, RewardSet([config.eval.format]) if config.eval.format else None
 
 
 def load_data(

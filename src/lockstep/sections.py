@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 
 def _number(value: Any) -> Any:
@@ -162,7 +162,7 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     name: str = Field(
-        description="exact_match, last_number, format_number, math_verify, reasoning_gym, or module:function"
+        description="exact_match, last_number, format_number, format_regex (args: pattern), math_verify, reasoning_gym, or module:function"
     )
     weight: Float = Field(default=1.0, description="factor in the total reward; negative values punish")
     timeout_s: PositiveFloat = Field(
@@ -234,16 +234,21 @@ class EvalConfig(Section):
     after: bool = Field(default=True, description="score the held-out data after training")
     every_steps: NonNegativeInt = Field(default=0, description="score it every so many steps too; 0: never")
     max_new_tokens: PositiveInt = Field(default=24, description="longest completion when scoring (greedy)")
-    correct: str = Field(
-        default="last_number",
-        description="reward that says whether an answer is right: accuracy counts values above 0.5",
-    )
-    format: str = Field(
-        default="", description="reward that says whether the form is as asked (format_rate); empty: not measured"
-    )
     before_templates: tuple[str, ...] = Field(
         default=(), description="other prompt templates tried before training; the best of all is the reported `before`"
     )
+    correct: RewardConfig = Field(
+        default=RewardConfig(name="last_number"),
+        description="reward that says whether an answer is right: accuracy counts values above 0.5",
+    )
+    format: RewardConfig | None = Field(
+        default=None, description="reward that says whether the form is as asked (format_rate); none: not measured"
+    )
+
+    @field_validator("correct", "format", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 class CheckpointConfig(Section):

@@ -47,6 +47,11 @@ def format_number(completion: str, answer: str) -> float:
     return float(_NUMBER.fullmatch(_plain_minus(completion).strip()) is not None)
 
 
+def format_regex(completion: str, *, pattern: str) -> float:
+    """1 if the whole completion, white space at the ends aside, matches the regular expression `pattern`; right or wrong."""
+    return float(re.fullmatch(pattern, completion.strip()) is not None)
+
+
 def math_verify(completion: str, answer: str, *, limit_s: int = 2) -> float:
     """1 if the completion's last expression is mathematically equal to the answer (https://github.com/huggingface/Math-Verify).
 
@@ -95,6 +100,7 @@ NAMED_REWARDS = {
     "exact_match": NamedReward(exact_match),
     "last_number": NamedReward(last_number),
     "format_number": NamedReward(format_number),
+    "format_regex": NamedReward(format_regex),
     "math_verify": NamedReward(math_verify, package="math_verify"),
     "reasoning_gym": NamedReward(reasoning_gym, package="reasoning_gym"),
 }
