@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from helpers_loop import make_model_folder, recipe
 from helpers_sharded import randomise_b, save_model, shard_folder
-
 from lockstep import dist
 from lockstep.config import DistConfig, LoraSection, build_config
 from lockstep.export.plan import AdapterExport, MergedExport
@@ -65,7 +65,9 @@ def test_resume_goes_on_where_it_was(model, tmp_path):
 def test_merged_export_rounds_once(tmp_path, dtype):
     world = dist.start("cuda", DistConfig())
     try:
-        folder = save_model(tiny_llama(hidden_size=256, intermediate_size=384, tie_word_embeddings=True), tmp_path / "model")
+        folder = save_model(
+            tiny_llama(hidden_size=256, intermediate_size=384, tie_word_embeddings=True), tmp_path / "model"
+        )
         sharded = shard_folder(world, folder, LoraSection(rank=8, alpha=6.0), dtype=dtype)
         randomise_b(sharded)
         with export_weights(sharded, AdapterExport()) as stream:
@@ -96,10 +98,14 @@ def test_engine_equals_generate_and_a_plain_forward(model):
     )
     prompts = [Prompt(str(n), tuple(range(10, 12 + 3 * n)), "", "") for n in range(5)]
     plain = load_whole(files, dtype=torch.float32, attention="sdpa", device=CUDA)
-    greedy = engine.generate(prompts, Sampling(temperature=0.0, max_new_tokens=8, eos_ids=engine.eos_ids), num_samples=1, draw=Draw(0, 0))
+    greedy = engine.generate(
+        prompts, Sampling(temperature=0.0, max_new_tokens=8, eos_ids=engine.eos_ids), num_samples=1, draw=Draw(0, 0)
+    )
     for prompt, sample in zip(prompts, greedy, strict=True):
         ids = torch.tensor([prompt.ids], device=CUDA)
-        told = plain.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()
+        told = plain.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))[
+            0, ids.shape[1] :
+        ].tolist()
         assert told[: len(sample.ids)] == list(sample.ids)
     sampling = Sampling(temperature=0.7, top_k=20, max_new_tokens=8, eos_ids=engine.eos_ids)
     samples = engine.generate(prompts, sampling, num_samples=4, draw=Draw(1, 2))

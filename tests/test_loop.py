@@ -15,9 +15,19 @@ from helpers_loop import make_model_folder, recipe
 from lockstep import loop, signals
 from lockstep.config import build_config
 from lockstep.dist import World
-from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, ModelError, RewardError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineMismatch,
+    LockstepError,
+    ModelError,
+    RewardError,
+)
 from lockstep.loop import run_eval, run_training, train_in
+from lockstep.rollout import hf_decode
 from lockstep.rollout.hf import HFEngine
+from lockstep.sampling import sampling_logprobs
 from lockstep.testing import run_ranks
 
 TIMES = ("seconds.", "tokens_per_second.", "step_seconds")
@@ -242,6 +252,26 @@ def test_empty_completions_are_an_error_that_keeps_the_samples(model, tmp_path, 
     with pytest.raises(LockstepError, match=r"all 16 completions are empty"):
         run_training(build_config(recipe(model, tmp_path / "run", eval={"before": False})), resume=False)
     assert (tmp_path / "run" / "samples" / "step-000001.jsonl").is_file()
+
+
+def test_raw_logprobs_at_another_temperature_end_the_run(model, tmp_path, monkeypatch):
+    """An engine that reports log-probabilities before the temperature (CASES B75); the declared convention passes."""
+    tree = recipe(model, tmp_path / "right", rollout={"temperature": 0.4}, lora={"rank": 4, "dropout": 0.0})
+    tree["run"]["num_steps"] = 1
+    run_training(build_config(tree), resume=False)
+    real = sampling_logprobs
+
+    def raw(logits, sampling, **kwargs):
+        return real(logits, replace(sampling, temperature=1.0), **kwargs)
+
+    def drawn_right_said_raw(logits, sampling, uniforms):
+        ids, _ = choose(logits, sampling, uniforms)
+        return ids, raw(logits, sampling).gather(-1, ids[:, None]).squeeze(-1)
+
+    choose = hf_decode._choose
+    monkeypatch.setattr(hf_decode, "_choose", drawn_right_said_raw)
+    with pytest.raises(EngineMismatch, match="does not sample from the policy that is trained"):
+        run_training(build_config({**tree, "run": {**tree["run"], "dir": str(tmp_path / "wrong")}}), resume=False)
 
 
 def test_nothing_to_resume_and_resume_without_checkpoint(model, tmp_path, caplog):

@@ -46,5 +46,9 @@ class StaleWeights(LockstepError):
     """The engine has no complete set of weights to generate with, or a sample's version is not the trainer's."""
 
 
+class EngineMismatch(LockstepError):
+    """The engine samples from another policy than the trainer updates."""
+
+
 class CheckpointError(LockstepError):
     """A checkpoint or run directory cannot be written, read or used."""

@@ -25,12 +25,14 @@ from lockstep.export.stream import export_weights
 from lockstep.observe.metrics import refuse_empty, reward_stats
 from lockstep.observe.observer import Observer
 from lockstep.observe.progress import configure_logging, make_console
+from lockstep.observe.report import Carried
 from lockstep.rundir import RunDir, open_run_dir
 from lockstep.sampling import step_seed
 from lockstep.signals import stop_requested
 from lockstep.train.step import UpdateResult
 from lockstep.transport.inproc import Pushed, push
 from lockstep.types import Draw, ScoredSample
+from lockstep.verify.mismatch import check_mismatch
 
 __all__ = ["Loop", "run_eval", "run_training", "train_in"]
 
@@ -66,34 +68,26 @@ class Loop:
         self.config, self.world, self.parts, self.run, self.observer = config, world, parts, run, observer
         self.step = 0  # optimizer steps done: the policy version of the trainer's weights
         self.saved_step: int | None = None
-        # What the summary needs of the time before a resume; it travels in every checkpoint.
-        self.carried: dict[str, Any] = {"train_seconds": 0.0, "before": None, "reward_first": None, "reward_last": None}
+        self.carried = Carried()
 
     def restore(self, found: checkpoint.Found) -> None:
         """Collective. Go on from a checkpoint."""
         meta = checkpoint.load(found, self.parts.state)
         self.step = self.saved_step = found.step
-        self.carried = meta["carried"]
+        self.carried = Carried.from_json(meta["carried"])
         self.observer.note(f"resumed at step {self.step} from {found.path}")
 
     def train(self) -> None:
         """Collective. All steps that are left, evaluated before and after."""
         self.sync()
-        if self.step == 0 and self.config.eval.before and self.carried["before"] is None:
-            self.carried["before"] = self.evaluate("before")
+        if self.step == 0 and self.config.eval.before and self.carried.before is None:
+            self.carried = replace(self.carried, before=self.evaluate("before"))
         self.observer.start_training()
         while self.step < self.config.run.num_steps and not self.is_over():
             self.train_step()
         self.save()
         after = self.evaluate("after") if self.config.eval.after and not self.is_stopped() else None
-        carried = self.carried
-        self.observer.finish(
-            steps=self.step,
-            train_seconds=carried["train_seconds"],
-            rewards=(carried["reward_first"], carried["reward_last"]),
-            before=EvalResult(**carried["before"]) if carried["before"] else None,
-            after=EvalResult(**after) if after else None,
-        )
+        self.observer.finish(self.carried, after=after, steps=self.step)
 
     def train_step(self) -> None:
         """Collective. The flow, once: the policy becomes one version newer, and the engine serves it."""
@@ -155,24 +149,23 @@ class Loop:
         }  # none: no gradient in this step
         metrics = means | {"grad_norm": update.grad_norm, "lr": update.lr, "loss_tokens": update.num_tokens} | metrics
         metrics["completion_tokens_total"] = sums["completion_tokens"].total
-        self.carried["train_seconds"] += metrics["step_seconds"]
-        self.carried["reward_last"] = metrics["reward"]
-        if self.carried["reward_first"] is None:
-            self.carried["reward_first"] = metrics["reward"]
+        self.carried = self.carried.after_step(reward=metrics["reward"], seconds=metrics["step_seconds"])
         with dist.all_or_none(self.world, "writing metrics"):
             self.observer.step(self.step, metrics, scored)
         refuse_empty(sums, step=self.step, samples=self.run.samples)
+        dtype, dropout = self.config.model.dtype, self.config.lora.dropout
+        check_mismatch(update.stats, dtype=dtype, dropout=dropout, step=self.step)
 
     def save(self) -> None:
         """Collective. A checkpoint of the present step, unless there is one."""
         if self.saved_step != self.step:
             with self.observer.phase("checkpoint"):
-                extra = {"policy_version": self.step, "carried": self.carried}
+                extra = {"policy_version": self.step, "carried": asdict(self.carried)}
                 keep = self.config.checkpoint.keep
                 checkpoint.save(self.run.checkpoints, self.parts.state, step=self.step, keep=keep, extra=extra)
             self.saved_step = self.step
 
-    def evaluate(self, name: str) -> dict[str, Any] | None:
+    def evaluate(self, name: str) -> EvalResult | None:
         """Collective. Score the held-out data greedily; before training under every template, of which the best counts."""
         greedy = replace(self.parts.sampling, temperature=0.0, max_new_tokens=self.config.eval.max_new_tokens)
         how: dict[str, Any] = {"sampling": greedy, "world": self.world, "should_stop": self.is_stopped}
@@ -180,7 +173,7 @@ class Loop:
             result = score_held_out(self.parts.engine, self.parts.data, all_templates=name == "before", **how)
         if result is not None:
             self.observer.score(name, result)
-        return asdict(result) if result is not None else None
+        return result
 
     def is_stopped(self) -> bool:
         """Collective. Has a signal asked one of the ranks to stop?"""
@@ -189,7 +182,7 @@ class Loop:
     def is_over(self) -> bool:
         """Collective. Stopped, or out of the time that the recipe gives."""
         limit = self.config.run.max_train_seconds
-        late = limit is not None and self.carried["train_seconds"] >= limit
+        late = limit is not None and self.carried.train_seconds >= limit
         return dist.any_rank(late or stop_requested() is not None, self.world)
 
     def is_due(self, every: int) -> bool:

@@ -15,6 +15,7 @@ from lockstep.evaluate import EvalResult
 from lockstep.observe import observer as observer_module
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.observer import Observer
+from lockstep.observe.report import Carried
 from lockstep.rundir import RunDir
 from lockstep.types import Prompt, Sample, ScoredSample
 
@@ -57,7 +58,7 @@ def test_a_whole_run(tmp_path: Path, config: Config, capsys: pytest.CaptureFixtu
         observer.start_training()
         make_steps(observer, range(1, 5))
         observer.score("after", AFTER)
-        observer.finish(steps=4, train_seconds=8.0, rewards=(0.1, 0.4), before=BEFORE, after=AFTER)
+        observer.finish(Carried(8.0, 0.1, 0.4, BEFORE), after=AFTER, steps=4)
     out = capsys.readouterr().out
     assert "eval before: accuracy 25.0 %, format rate 50.0 % on 8 held-out problems, asked with '{prompt} ='\n" in out
     assert "eval after: accuracy 75.0 % on 8 held-out problems, asked with '{prompt}'\n" in out
@@ -95,7 +96,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path: Path, config: Config, cap
         observer.score("before", BEFORE)
         make_steps(observer, range(1, 3))
         observer.note("x")
-        observer.finish(steps=2, train_seconds=1.0, rewards=(None, None), before=None, after=None)
+        observer.finish(Carried(1.0), after=None, steps=2)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
@@ -106,7 +107,7 @@ def test_a_stopped_run_has_a_summary_and_no_table(
     monkeypatch.setattr(observer_module, "stop_requested", lambda: "SIGINT")
     with Observer(config, RunDir(tmp_path), World(), resume_step=0) as observer:
         make_steps(observer, range(1, 2))
-        observer.finish(steps=1, train_seconds=2.0, rewards=(0.1, 0.1), before=None, after=None)
+        observer.finish(Carried(2.0, 0.1, 0.1), after=None, steps=1)
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 1
     assert "What to do next" not in capsys.readouterr().out
 

@@ -44,7 +44,8 @@ def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int) -> Peft
     peft_model = _inject(model, config)
     _materialise(peft_model, ADAPTER, config, seed=seed)
     if lora.init_from:
-        peft_model.add_adapter(REFERENCE, config)
+        with torch.random.fork_rng(devices=[]):
+            peft_model.add_adapter(REFERENCE, config)
         _materialise(peft_model, REFERENCE, config, seed=seed)
         for name in (ADAPTER, REFERENCE):
             _load_adapter(peft_model, lora.init_from, name)
@@ -155,7 +156,8 @@ def _check_targets(targets: str | list[str], model: nn.Module) -> None:
 
 def _inject(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     try:
-        with while_injecting():
+        # PEFT draws values that are thrown away here; the process's own stream stays as it was.
+        with while_injecting(), torch.random.fork_rng(devices=[]):
             return cast(PeftModel, get_peft_model(model, config))
     except (ValueError, TypeError) as error:
         raise ModelError(f"lora: PEFT cannot put this adapter on {type(model).__name__}: {error}") from error

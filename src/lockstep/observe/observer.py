@@ -12,7 +12,7 @@ from lockstep.dist import World
 from lockstep.evaluate import EvalResult
 from lockstep.observe.metrics import MetricsWriter, StepLines, finite_or_none
 from lockstep.observe.progress import Progress, make_console
-from lockstep.observe.report import RunSummary, print_summary, suggest_next_steps, write_summary
+from lockstep.observe.report import Carried, RunSummary, print_summary, suggest_next_steps, write_summary
 from lockstep.observe.samples import SampleWriter
 from lockstep.observe.timing import Phase, PhaseTimer
 from lockstep.rundir import RunDir
@@ -113,19 +113,8 @@ class Observer:
         self._evals.append(self._step, {"name": name, **values, **rest})
         self._metrics.draw(self._step, {f"eval.{key}": value for key, value in values.items() if value is not None})
 
-    def finish(
-        self,
-        *,
-        steps: int,
-        train_seconds: float,
-        rewards: tuple[float | None, float | None],
-        before: EvalResult | None,
-        after: EvalResult | None,
-    ) -> None:
-        """Write `summary.json` and, unless the run was asked to stop, print the table and what to do next.
-
-        `rewards` is the first and the last step's mean.
-        """
+    def finish(self, carried: Carried, *, after: EvalResult | None, steps: int) -> None:
+        """Write `summary.json` and, unless the run was asked to stop, print the table and what to do next."""
         if not self._world.is_main:
             return
         summary = RunSummary(
@@ -133,10 +122,10 @@ class Observer:
             world_size=self._world.size,
             policy_version=steps,
             num_steps=steps,
-            train_seconds=train_seconds,
-            reward_first=rewards[0],
-            reward_last=rewards[1],
-            before=before,
+            train_seconds=carried.train_seconds,
+            reward_first=carried.reward_first,
+            reward_last=carried.reward_last,
+            before=carried.before,
             after=after,
             seconds=self._timer.seconds,
             tokens_per_second=self._timer.tokens_per_second,

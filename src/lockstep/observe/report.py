@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,27 @@ from lockstep.files import atomic_write_text
 from lockstep.observe.metrics import finite_or_none
 
 WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What the summary needs of the time before a resume: it travels in every checkpoint."""
+
+    train_seconds: float = 0.0
+    """Of all steps so far."""
+    reward_first: float | None = None
+    """Mean reward of the first step."""
+    reward_last: float | None = None
+    before: EvalResult | None = None
+
+    def after_step(self, *, reward: float, seconds: float) -> Carried:
+        first = reward if self.reward_first is None else self.reward_first
+        return replace(self, train_seconds=self.train_seconds + seconds, reward_first=first, reward_last=reward)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Carried:
+        before = values["before"]
+        return cls(**{**values, "before": EvalResult(**before) if before else None})
 
 
 @dataclass(frozen=True, slots=True)
