@@ -13,7 +13,7 @@ from lockstep.dist import (
     all_or_none,
     any_rank,
     data_phase,
-    gather_objects,
+    gather_texts,
     max_over_ranks,
     sum_over_ranks,
     sum_stats,
@@ -45,7 +45,7 @@ def check_sums(world: World) -> None:
     assert max_over_ranks([world.rank, -world.rank], world) == [1.0, 0.0]
     assert any_rank(world.rank == 1, world)
     assert not any_rank(False, world)
-    assert gather_objects(world, f"rank {world.rank}\n" * world.rank) == ["", "rank 1\n"]
+    assert gather_texts(world, f"rank {world.rank}\n" * world.rank, phase="texts") == ["", "rank 1\n"]
     total = sum_stats({"reward": Stat(world.rank, 1 + world.rank)}, world)["reward"]
     assert (total.total, total.count, total.mean) == (1.0, 3.0, 1 / 3)
     with pytest.raises(RanksDisagree, match="kl"):

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from lockstep.dist import World, agree, all_or_none, gather_objects
+from lockstep.dist import World, agree, all_or_none, gather_texts
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.export.plan import AdapterExport
 from lockstep.export.stream import export_weights
@@ -91,7 +91,7 @@ def newest(folder: Path, world: World) -> Found | None:
     with all_or_none(world, "looking for a checkpoint"):
         if world.is_main:
             choice = next((path.name for path in _candidates(folder) if _is_sound(path)), "")
-    name = gather_objects(world, choice)[0]
+    name = gather_texts(world, choice, phase="choice of a checkpoint")[0]
     return Found(folder / name, int(name.removeprefix(_PREFIX))) if name else None
 
 

@@ -39,6 +39,9 @@ class World:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     agree_timeout_s: float = 60.0
+    """How long ranks that do the same amount of work wait for each other."""
+    timeout_s: float = 600.0
+    """How long they wait after work that differs between ranks: rollouts, rewards, files."""
     control: dist.ProcessGroup | None = None
     """gloo group for agreement and for sums of metrics; None when size is 1."""
     store: dist.Store | None = None
@@ -90,7 +93,7 @@ def start(device: str, limits: DistConfig) -> World:
             f"rank {rank} of {size} could not join the others within {limits.timeout_s:.0f} s: {error}. "
             "Check that every rank was started with the same WORLD_SIZE and a RANK of its own"
         ) from error
-    return World(rank, size, local_rank, where, limits.agree_timeout_s, control, store)
+    return World(rank, size, local_rank, where, limits.agree_timeout_s, limits.timeout_s, control, store)
 
 
 def _rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
@@ -268,11 +271,12 @@ def any_rank(flag: bool, world: World) -> bool:
     return max_over_ranks([float(flag)], world)[0] > 0
 
 
-def gather_objects(world: World, text: str) -> list[str]:
-    """Collective. One string of every rank, on every rank, in rank order."""
+def gather_texts(world: World, text: str, *, phase: str) -> list[str]:
+    """Collective. One string of every rank, on every rank, in rank order. Waits `world.timeout_s`: ranks come from unequal work."""
     if world.size == 1:
         return [text]
-    parts = exchange_lines(world, text.split("\n"), phase="gather of text", timeout_s=world.agree_timeout_s)
+    announce(world, phase)
+    parts = exchange_lines(world, text.split("\n"), phase=phase, timeout_s=world.timeout_s)
     return ["\n".join(part) for part in parts]
 
 
@@ -288,7 +292,7 @@ def all_or_none(world: World, phase: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = gather_objects(world, f"{type(failure).__name__}: {failure}" if failure else "")
+    said = gather_texts(world, f"{type(failure).__name__}: {failure}" if failure else "", phase=phase)
     if failure is not None:
         raise failure
     for rank, text in enumerate(said):

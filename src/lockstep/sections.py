@@ -60,7 +60,10 @@ class RunConfig(Section):
 
 
 class DistConfig(Section):
-    timeout_s: PositiveFloat = Field(default=600.0, description="limit of one data collective (seconds)")
+    timeout_s: PositiveFloat = Field(
+        default=600.0,
+        description="limit of a data collective, and of waiting for the rollouts, rewards and files of other ranks (seconds)",
+    )
     agree_timeout_s: PositiveFloat = Field(
         default=60.0, description="how long ranks wait for each other at an agreement (seconds)"
     )

@@ -67,11 +67,11 @@ class WeightStream:
 
     def _compare_endings(self, mine: str) -> None:
         world = self._sharded.world
-        flags = gather_bytes(world, bytes([bool(mine)]), phase="end of export", timeout_s=world.agree_timeout_s)
+        flags = gather_bytes(world, bytes([bool(mine)]), phase="end of export", timeout_s=world.timeout_s)
         if not any(flag[0] for flag in flags):
             return
         endings = (
-            exchange_lines(world, [mine], phase="end of export", timeout_s=world.agree_timeout_s)
+            exchange_lines(world, [mine], phase="end of export", timeout_s=world.timeout_s)
             if world.size > 1
             else [[mine]]
         )
