@@ -245,7 +245,9 @@ def test_every_option_is_described():
 def test_described_defaults_are_the_real_ones():
     config = build_config(read_yaml(RECIPE))
     for option in describe_options():
-        if option.default == "required" or option.key.startswith(("data.eval", "data.train.", "reward")):
+        if option.default == "required" or option.key.startswith(
+            ("data.eval", "data.train.", "reward", "eval.correct", "eval.format")
+        ):
             continue
         node: object = config
         for part in option.key.split("."):
@@ -284,3 +286,17 @@ def test_dump_is_a_recipe_for_any_seed_and_rate():
         config = build_config({**tree, "train": {"lr": rate}})
         assert build_config(read_yaml(dump_config(config))) == config
         assert isinstance(config, Config)
+
+
+def test_an_eval_reward_is_a_name_or_its_options():
+    tree = read_yaml(RECIPE)
+    assert build_config(tree).eval.correct.name == "last_number"
+    named = build_config(
+        {**tree, "eval": {"correct": "exact_match", "format": {"name": "format_regex", "args": {"pattern": "x"}}}}
+    )
+    assert named.eval.correct.name == "exact_match" and named.eval.format is not None
+    assert build_config(read_yaml(dump_config(named))) == named
+    shown = {option.key: option.default for option in describe_options()}
+    assert (shown["eval.correct"], shown["eval.format"]) == ("last_number", "null")
+    with pytest.raises(ConfigError, match=r"eval\.format\.patern"):
+        build_config({**tree, "eval": {"format": {"name": "format_regex", "patern": "x"}}})

@@ -140,7 +140,15 @@ def describe_options() -> list[Option]:
 def _walk(section: type[BaseModel], prefix: str) -> Iterator[Option]:
     for name, info in section.model_fields.items():
         inner = _section_of(info.annotation)
-        if inner is None:
+        if inner is RewardConfig and not _is_list(info.annotation):
+            default = info.get_default()
+            yield Option(
+                f"{prefix}{name}",
+                "a reward's name, or its options as in reward",
+                default.name if default else "null",
+                info.description or "",
+            )
+        elif inner is None:
             yield Option(f"{prefix}{name}", _type_name(info.annotation), _default_of(info), info.description or "")
         else:
             yield from _walk(inner, f"{prefix}{name}[]." if _is_list(info.annotation) else f"{prefix}{name}.")
