@@ -1,4 +1,4 @@
-"""A checkpoint (a folder, or package:NAME) in; samples per second of the embedded engine against `model.generate`, measured in one run, out.
+"""A checkpoint (folder or package:NAME) in; the embedded engine's samples per second against `model.generate`'s out.
 
 Both sample the same prompts with the same distribution, group size and EOS ids; rounds alternate, so that a busy machine
 hurts both alike. Then it checks what must not change: greedy completions equal `model.generate`'s, and the log-probabilities

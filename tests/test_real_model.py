@@ -28,7 +28,9 @@ def test_conversion_keeps_the_tie_the_template_and_a_sensible_model(recipe):
     assert not hasattr(files.config, "quantization_config")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "lm_head.weight" not in files.weights
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True, tokenize=False)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], add_generation_prompt=True, tokenize=False
+    )
     assert chat.endswith("<|im_start|>assistant\n")
     ids = torch.tensor([tokenizer("The capital of France is")["input_ids"]])
     assert tokenizer.decode(model(input_ids=ids).logits[0, -1].argmax()) == " Paris"

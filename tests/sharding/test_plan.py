@@ -96,7 +96,7 @@ def test_nested_classes_make_one_unit_and_globs_may_nest():
         if unit.module == "model.layers.0"
     )
     assert not [tensor for tensor in layer.parameters if ".mlp." in tensor.name]
-    with pytest.raises(ModelError, match="'model.laers.*' matches no module"):
+    with pytest.raises(ModelError, match=r"'model\.laers\.\*' matches no module"):
         plan_sharding(model, Modules(("model.laers.*",)))
 
 
