@@ -112,6 +112,15 @@ def check_damage(world: World, model: str, out: str) -> None:
         assert "step-000004: it is damaged: the bytes of adapter/adapter_model.safetensors" in text
         assert "step-000003: it is damaged" in text and "step-000002: it is incomplete: state/" in text
     assert checkpoint.newest(folder / "nothing", world) is None
+    # Damaged later ones take no sound one's place when old ones go.
+    checkpoint.save(folder, state, step=2, keep=1)
+    found = checkpoint.newest(folder, world)
+    assert found is not None and found.step == 2
+    assert not (folder / "step-000001").exists()
+    if world.is_main:
+        (folder / "step-000002" / "files.json").write_text('{"files": {"a": 1}}')
+    with pytest.raises(LockstepError, match=r"no checkpoint in .* can be resumed: step-000005: .*; step-000002: it is"):
+        checkpoint.newest(folder, world)
 
 
 def check_unwritable(world: World, model: str, out: str) -> None:

@@ -136,6 +136,16 @@ def test_help_does_not_import_torch():
     )
 
 
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "RECIPE", "--print-config"]])
+def test_a_reader_that_has_seen_enough_is_no_error(recipe: Path, start: Start, words: list[str]):
+    read, write = os.pipe()
+    os.close(read)
+    command = lockstep(*[str(recipe) if word == "RECIPE" else word for word in words])
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert ended.stderr == ""
+
+
 def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["--version"]) == 0
     assert cli.run(["trian"]) == 2

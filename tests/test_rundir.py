@@ -15,6 +15,7 @@ import pytest
 from lockstep import rundir
 from lockstep.config import Config, build_config, load_config
 from lockstep.errors import CheckpointError
+from lockstep.files import FILE_LIST, describe_files
 from lockstep.rundir import RunDir, newest_adapter, open_run_dir
 
 NOBODY = 65534
@@ -28,6 +29,10 @@ def make_config(folder: Path, **sections: object) -> Config:
         "reward": [{"name": "last_number"}],
     }
     return build_config({**tree, **sections})
+
+
+def write_file_list(folder: Path) -> None:
+    (folder / FILE_LIST).write_text(json.dumps({"files": describe_files(folder)}))
 
 
 def with_run(folder: Path, **sections: object) -> RunDir:
@@ -216,12 +221,41 @@ def test_a_live_run_keeps_others_out_and_a_killed_one_does_not(tmp_path: Path, m
     open_run_dir(config, resume=False).close()
 
 
-def test_newest_adapter(tmp_path: Path):
+def test_more_steps_than_planned_say_what_the_learning_rate_does(tmp_path: Path, caplog):
+    with_run(tmp_path, train={"schedule": "cosine"})
+    for steps, count in ((100, 0), (200, 1)):
+        again = make_config(tmp_path, train={"schedule": "cosine"}, run={"dir": str(tmp_path), "num_steps": steps})
+        open_run_dir(again, resume=True).close()
+        assert caplog.text.count("the cosine schedule now ends there") == count
+    assert "run.num_steps was 100 and is 200" in caplog.text
+    with_run(tmp_path / "constant", train={"schedule": "constant"})
+    caplog.clear()
+    again = make_config(tmp_path / "constant", train={"schedule": "constant"})
+    again = again.model_copy(update={"run": again.run.model_copy(update={"num_steps": 7})})
+    open_run_dir(again, resume=True).close()
+    assert "schedule" not in caplog.text
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with open_run_dir(make_config(Path("~/runs/one")), resume=False) as run:
+        assert run.path == tmp_path / "runs" / "one"
+        assert run.config.is_file()
+
+
+def test_newest_adapter(tmp_path: Path, caplog):
     with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
         newest_adapter(tmp_path)
     for name in ("step-9", "step-000010", ".tmp-step-000011", "step-x"):
         adapter = tmp_path / "checkpoints" / name / "adapter"
         adapter.mkdir(parents=True)
         (adapter / "adapter_config.json").write_text("{}")
+        write_file_list(adapter.parent)
     (tmp_path / "checkpoints" / "step-12" / "adapter").mkdir(parents=True)
     assert newest_adapter(tmp_path) == tmp_path / "checkpoints" / "step-000010" / "adapter"
+    (tmp_path / "checkpoints" / "step-000010" / "adapter" / "adapter_config.json").write_text("{")
+    assert newest_adapter(tmp_path) == tmp_path / "checkpoints" / "step-9" / "adapter"
+    assert "step-000010: it is damaged: adapter/adapter_config.json has 1 bytes, 2 were written" in caplog.text
+    (tmp_path / "checkpoints" / "step-9" / "files.json").write_text('{"files": []}')
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+        newest_adapter(tmp_path)

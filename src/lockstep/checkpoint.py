@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
@@ -32,14 +31,22 @@ from lockstep.dist import World, agree, all_or_none, gather_texts
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.export.plan import AdapterExport
 from lockstep.export.stream import export_weights
-from lockstep.files import atomic_write_text, begin_dir, commit_dir, explain_os_errors, temporary_dir
+from lockstep.files import (
+    FILE_LIST,
+    atomic_write_text,
+    begin_dir,
+    commit_dir,
+    describe_files,
+    explain_os_errors,
+    find_fault,
+    temporary_dir,
+)
 from lockstep.names import clean_name
 from lockstep.sharding.base import ShardedModel
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "step-"
-_FILES = "files.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +85,23 @@ def save(folder: Path, state: TrainState, *, step: int, keep: int, extra: dict[s
         raise CheckpointError(f"cannot write {draft / 'state'}: {_first_cause(error)}") from error
     with all_or_none(world, "finishing a checkpoint"):
         if world.is_main:
-            meta = {"step": step, "world_size": world.size, **(extra or {}), "files": _describe_files(draft)}
-            atomic_write_text(draft / _FILES, json.dumps(meta, indent=1))
+            meta = {"step": step, "world_size": world.size, **(extra or {}), "files": describe_files(draft)}
+            atomic_write_text(draft / FILE_LIST, json.dumps(meta, indent=1))
             commit_dir(draft, target)
-            _delete_old(folder, keep)
+            _delete_old(folder, keep, upto=step)
     return target
 
 
 def newest(folder: Path, world: World) -> Found | None:
-    """Collective. The newest checkpoint whose every file is as it was written; damaged ones are named and passed over."""
+    """Collective. The newest checkpoint whose every file is as it was written; damaged ones are named and passed over.
+
+    None if there are none at all. Raises `CheckpointError` on every rank if there are some and none is whole: to start
+    anew would write over what the run has done.
+    """
     choice = ""
     with all_or_none(world, "looking for a checkpoint"):
         if world.is_main:
-            choice = next((path.name for path in _candidates(folder) if _is_sound(path)), "")
+            choice = _newest_whole(folder)
     name = gather_texts(world, choice, phase="choice of a checkpoint")[0]
     return Found(folder / name, int(name.removeprefix(_PREFIX))) if name else None
 
@@ -112,7 +123,7 @@ def load(found: Found, state: TrainState) -> dict[str, Any]:
         )
     except CheckpointException as error:
         raise CheckpointError(f"cannot read {found.path / 'state'}: {_first_cause(error)}") from error
-    return json.loads((found.path / _FILES).read_text())
+    return json.loads((found.path / FILE_LIST).read_text())
 
 
 def save_adapter_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
@@ -180,52 +191,37 @@ def _empty_slot(slot: str, param: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(local, dtype=torch.float32) if isinstance(local, DTensor) else torch.zeros_like(local)
 
 
-def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _FILES)
-    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "xxh3": _hash(path)} for path in files}
-
-
-def _hash(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            state.update(chunk)
-    return state.hexdigest()
-
-
 def _candidates(folder: Path) -> Iterator[Path]:
     """Newest first."""
     numbered = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
     return iter(sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True))
 
 
-def _is_sound(path: Path) -> bool:
-    """Is every file there, with the bytes that were written? Says what is wrong with one that is passed over."""
-    fault = _fault(path)
-    if fault:
+def _newest_whole(folder: Path) -> str:
+    """The name of the newest whole checkpoint, or "" where there is none; says what is wrong with those passed over."""
+    faults = []
+    for path in _candidates(folder):
+        fault = find_fault(path)
+        if not fault:
+            return path.name
         log.warning("passing over checkpoint %s: %s", path, fault)
-    return not fault
-
-
-def _fault(path: Path) -> str:
-    try:
-        files = json.loads((path / _FILES).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"it is incomplete: its {_FILES} cannot be read ({error})"
-    for name, said in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"it is incomplete: {name} is missing"
-        if file.stat().st_size != said["bytes"]:
-            return f"it is damaged: {name} has {file.stat().st_size} bytes, {said['bytes']} were written"
-        if _hash(file) != said["xxh3"]:
-            return f"it is damaged: the bytes of {name} are not those that were written"
+        faults.append(f"{path.name}: {fault}")
+    if faults:
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be resumed: {'; '.join(faults)}. Put back a copy of one; to train from the "
+            "start, delete them or set run.dir to another path"
+        )
+    log.warning("%s holds no checkpoint yet: the run starts from its first step", folder)
     return ""
 
 
-def _delete_old(folder: Path, keep: int) -> None:
-    """Keep the newest `keep`; a folder is renamed before it is deleted, so that none is ever half there."""
-    for path in list(_candidates(folder))[keep:]:
+def _delete_old(folder: Path, keep: int, *, upto: int) -> None:
+    """Keep the newest `keep` up to step `upto`; a folder is renamed before it is deleted, so that none is ever half there.
+
+    Later ones are damaged ones that a resume passed over: they take no sound one's place, and go when their step is made anew.
+    """
+    steps = {path: int(path.name.removeprefix(_PREFIX)) for path in _candidates(folder)}
+    for path in [path for path, step in steps.items() if step <= upto][keep:]:
         doomed = temporary_dir(path)
         path.rename(doomed)
         shutil.rmtree(doomed)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from lockstep import __version__
 from lockstep.config import Config, Option, describe_options, dump_config, load_config
 from lockstep.errors import ModelError
-from lockstep.failures import EXIT_INPUT, EXIT_INTERRUPTED, deliver, describe
+from lockstep.failures import EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED, deliver, describe
 from lockstep.launch import Here, StartHere, count_devices, decide, import_late
 from lockstep.rundir import newest_adapter
 from lockstep.signals import catch_stop_signals, release_signals, stop_requested
@@ -44,9 +44,15 @@ Both work the same when started by torchrun (one or many hosts) or by srun.
 
 def main() -> NoReturn:
     """Entry point of the command `lockstep`. Ends the process, with every stream flushed."""
-    code = run(sys.argv[1:])
+    try:
+        code = run(sys.argv[1:])
+    except SystemExit as end:  # argparse: --help, or an error in the words
+        code = int(end.code or 0)
     logging.shutdown()
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
     sys.stderr.flush()
     if code or "RANK" in os.environ:
         # Without the interpreter's teardown: a hanging reward function's thread would keep a failed rank alive, and gloo's
@@ -55,12 +61,20 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
+def _drop_output() -> None:
+    """Who reads it (`| head`) has seen enough: what is still buffered goes nowhere, without another error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(words: Sequence[str]) -> int:
     """Do what the words say; the exit code. Only an error in the command line itself ends the process (argparse)."""
     watch_parent()
     rank = os.environ.get("RANK", "0")
     try:
         return _dispatch(words)
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("lockstep: stopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -111,7 +125,9 @@ def _train(words: Sequence[str], args: argparse.Namespace, config: Config, place
 
 def _eval(words: Sequence[str], args: argparse.Namespace, config: Config, place: Here) -> int:
     release_signals()
-    adapter = None if args.base else Path(args.adapter) if args.adapter else newest_adapter(Path(config.run.dir))
+    adapter = (
+        None if args.base else Path(args.adapter) if args.adapter else newest_adapter(Path(config.run.dir).expanduser())
+    )
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ModelError(f"--adapter {adapter} holds no adapter_config.json; give a folder that PEFT saved")
     return _loop().run_eval(config, adapter=str(adapter) if adapter else None, templates=tuple(args.template))

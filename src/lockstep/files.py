@@ -2,20 +2,26 @@
 
 Everything is written under a temporary name beside its target (`.tmp-...`), flushed to the disk, and renamed. A process
 that is killed half-way leaves only such a temporary name, which `remove_leftovers` deletes. Errors of the file system
-become a `CheckpointError` that names the file and says what to do.
+become a `CheckpointError` that names the file and says what to do. A folder with a `FILE_LIST` can be checked later on.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from lockstep.errors import CheckpointError
 
+FILE_LIST = "files.json"
+"""In a folder: size and xxh3-128 of every other file in it, under "files"."""
 _TEMPORARY = ".tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -100,6 +106,38 @@ def remove_leftovers(folder: Path) -> list[Path]:
             else:
                 path.unlink()
         return found
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file in `folder`, for its `FILE_LIST`."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE_LIST)
+    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "xxh3": _hash(path)} for path in files}
+
+
+def find_fault(folder: Path) -> str:
+    """What differs from the folder's `FILE_LIST`, in words; "" if every file is as it was written."""
+    try:
+        files = json.loads((folder / FILE_LIST).read_text(encoding="utf-8"))["files"]
+        wanted = {str(name): (int(said["bytes"]), str(said["xxh3"])) for name, said in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it is incomplete: its {FILE_LIST} cannot be read ({type(error).__name__}: {error})"
+    for name, (size, digest) in wanted.items():
+        path = folder / name
+        if not path.is_file():
+            return f"it is incomplete: {name} is missing"
+        if path.stat().st_size != size:
+            return f"it is damaged: {name} has {path.stat().st_size} bytes, {size} were written"
+        if _hash(path) != digest:
+            return f"it is damaged: the bytes of {name} are not those that were written"
+    return ""
+
+
+def _hash(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            state.update(chunk)
+    return state.hexdigest()
 
 
 @contextmanager

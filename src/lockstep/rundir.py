@@ -33,6 +33,7 @@ from lockstep.files import (
     begin_dir,
     commit_dir,
     explain_os_errors,
+    find_fault,
     remove_leftovers,
     temporary_dir,
 )
@@ -115,7 +116,7 @@ def open_run_dir(config: Config, *, resume: bool, is_main: bool = True) -> RunDi
     Not collective. Call it before anything expensive. Raises `CheckpointError` when the directory cannot be written, is in
     use, holds a run and `resume` is false, or holds none, or another recipe's, and `resume` is true.
     """
-    run = RunDir(Path(config.run.dir))
+    run = RunDir(Path(config.run.dir).expanduser())
     if not is_main:
         return run
     if resume and not run.config.is_file():
@@ -134,7 +135,7 @@ def open_run_dir(config: Config, *, resume: bool, is_main: bool = True) -> RunDi
 
 
 def newest_adapter(run_dir: Path) -> Path:
-    """The adapter folder of the newest checkpoint. Raises `CheckpointError` if there is none."""
+    """The adapter folder of the newest whole checkpoint; damaged ones are named. Raises `CheckpointError` if there is none."""
     found = {
         int(path.parts[-3].removeprefix("step-")): path.parent
         for path in (run_dir / "checkpoints").glob("step-*/adapter/adapter_config.json")
@@ -142,7 +143,12 @@ def newest_adapter(run_dir: Path) -> Path:
     }
     if not found:
         raise CheckpointError(f"{run_dir} holds no checkpoint yet; train first, or give --adapter DIR, or --base")
-    return found[max(found)]
+    for step in sorted(found, reverse=True):
+        fault = find_fault(found[step].parent)
+        if not fault:
+            return found[step]
+        log.warning("passing over checkpoint %s: %s", found[step].parent, fault)
+    raise CheckpointError(f"no checkpoint in {run_dir / 'checkpoints'} is whole; give --adapter DIR, or --base")
 
 
 def _prepare(run: RunDir, config: Config, *, resume: bool) -> None:
@@ -208,6 +214,7 @@ def _check_vacant(run: RunDir) -> None:
 
 def _check_same_recipe(run: RunDir, config: Config) -> None:
     there, here = _flatten(_read_config(run).model_dump(mode="json")), _flatten(config.model_dump(mode="json"))
+    _say_if_schedule_moves(there, here)
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key) and not _may_change(key)]
     if keys:
         listed = "; ".join(f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys[:4])
@@ -216,6 +223,19 @@ def _check_same_recipe(run: RunDir, config: Config) -> None:
         raise CheckpointError(
             f"{run.path} holds another recipe's run: {listed}{more}. With --resume only {allowed} may change; "
             "undo the change, or start a new run in another run.dir"
+        )
+
+
+def _say_if_schedule_moves(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """The learning rate is a function of the step and of run.num_steps, unless it is constant."""
+    steps, schedule = (there["run.num_steps"], here["run.num_steps"]), here["train.schedule"]
+    if steps[0] != steps[1] and schedule != "constant":
+        log.warning(
+            "run.num_steps was %d and is %d: the %s schedule now ends there, so the learning rate goes on as in a run of %d "
+            "steps and not from where it was",
+            *steps,
+            schedule,
+            steps[1],
         )
 
 

@@ -3,11 +3,13 @@
 import asyncio
 import functools
 import math
+import os
 import re
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -132,6 +134,22 @@ def test_several_rewards_are_weighted_and_kept_apart():
     assert [scored.reward for scored in rewards.score(SAMPLES)] == [2.5, 0, -0.5]
 
 
+def test_a_reward_that_changes_the_folder_does_not_move_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parts("goes_elsewhere") == [1, 1, 1]
+    (tmp_path / "my_rewards_3.py").write_text("import os\nos.chdir('/')\ndef one(completion):\n    return 1.0\n")
+    RewardSet([RewardConfig(name="my_rewards_3.py:one")])
+    assert Path.cwd() == tmp_path
+
+
+def test_a_sum_that_overflows_shows_the_sample():
+    rewards = RewardSet(
+        [RewardConfig(name="exact_match", weight=1e308), RewardConfig(name="exact_match", weight=1e308)]
+    )
+    with pytest.raises(RewardError, match=r"(?s)weighted sum of the rewards is inf.*completion 0: '64'"):
+        rewards.score(SAMPLES)
+
+
 def test_no_samples_is_no_call():
     assert score("raises", samples=[]) == []
 
@@ -153,12 +171,27 @@ def raises_batched(completions):
     raise OSError("disk")
 
 
+def ends_the_process(completion):
+    sys.exit(0)
+
+
+async def ends_the_process_async(completion):
+    sys.exit(0)
+
+
+def goes_elsewhere(completion):
+    os.chdir("/")
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("function", "said", "completion"),
     [
         ("raises", "raised ZeroDivisionError: division by zero", "no"),
         ("raises_async", "raised KeyError: 'judge'", "no"),
         ("raises_batched", "raised OSError: disk; in a batch of 3 samples", "64"),
+        ("ends_the_process", "raised SystemExit: 0", "64"),
+        ("ends_the_process_async", "raised SystemExit: 0", "64"),
     ],
 )
 def test_a_reward_that_raises_shows_the_sample_and_where_it_raised(function, said, completion):
@@ -438,6 +471,7 @@ def test_a_file_is_found_by_its_path_and_a_module_in_the_current_folder(tmp_path
         ("import no_such_package_here\n", "No module named 'no_such_package_here'"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
         ("def broken(:\n", "SyntaxError"),
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
     ],
 )
 def test_a_file_that_does_not_import_says_why(tmp_path, monkeypatch, code, said):

@@ -1,6 +1,7 @@
 """Reading one's own data: each kind of file, and each way in which it is not what the recipe says."""
 
 import json
+import math
 
 import datasets
 import pyarrow
@@ -98,7 +99,13 @@ def test_what_the_rows_do_not_hold_is_named(tmp_path, name, options, said):
 
 def test_a_column_that_one_line_lacks_is_named_with_its_row(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "3 + 3"}])
-    with pytest.raises(DataError, match=r"row 2 .* has no column 'answer'; it has prompt; the nearest"):
+    with pytest.raises(DataError, match=r"row 2 .* has no column 'answer'; it has prompt$"):
+        read(path)
+
+
+def test_not_a_number_is_no_answer(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "3 + 3", "answer": math.nan}])
+    with pytest.raises(DataError, match=r"row 2 .* has no value in 'answer'"):
         read(path)
 
 
@@ -114,6 +121,16 @@ def test_a_broken_line_is_named_by_its_number(tmp_path, line, said):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=said):
+        read(path)
+
+
+def test_a_file_that_was_cut_off_says_so(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    path.write_text(path.read_text()[:-4])
+    with pytest.raises(DataError, match=r"line 2 is not JSON: .* at column \d+: "):
+        read(path)
+    path.write_text('{"prompt": "2')
+    with pytest.raises(DataError, match=r"line 1 is not JSON: Unterminated string starting at column 12: "):
         read(path)
 
 

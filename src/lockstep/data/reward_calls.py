@@ -13,6 +13,7 @@ It gets those of the four that it names (all four if it takes **kwargs), and the
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -106,7 +107,8 @@ def _load_module(where: str, name: str) -> ModuleType:
         sys.path.insert(0, cwd)  # as `python -m` does; a console script has only its own folder there
         importlib.invalidate_caches()
     try:
-        return importlib.import_module(where)
+        with contextlib.chdir(os.curdir):  # come back, whatever the module does
+            return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{where}.".startswith(f"{error.name}."):
             raise ConfigError(f"reward {name!r}: importing {where} failed: {error}") from error
@@ -114,7 +116,7 @@ def _load_module(where: str, name: str) -> ModuleType:
             f"reward {name!r}: no module {where!r}, neither installed nor in {cwd}; "
             "give module:function or path/to/file.py:function"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"reward {name!r}: importing {where} failed: {type(error).__name__}: {error}") from error
 
 
@@ -131,8 +133,9 @@ def _load_file(where: str, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with contextlib.chdir(os.curdir):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(f"reward {name!r}: running {where} failed: {type(error).__name__}: {error}") from error
     return module

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from lockstep.errors import RewardError
 from lockstep.types import Sample, ScoredSample
 
 _SHOWN_CHARACTERS = 600
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class RewardSet:
         scored = []
         for index, sample in enumerate(samples):
             parts = {label: column[index] for label, column in columns.items()}
-            total = math.fsum(reward.weight * parts[reward.label] for reward in self._rewards)
+            total = sum(reward.weight * parts[reward.label] for reward in self._rewards)
+            _check_total(total, sample)
             scored.append(ScoredSample(sample=sample, reward=total, parts=parts))
         return scored
 
@@ -67,7 +71,8 @@ class RewardSet:
 def _values(reward: _Reward, samples: Sequence[Sample]) -> list[float]:
     call = reward.call
     try:
-        results = call_all(call.calls(samples), reward.timeout_s)
+        with contextlib.chdir(os.curdir):  # come back: a run's paths may be relative
+            results = call_all(call.calls(samples), reward.timeout_s)
     except CallTimedOut as late:
         shown = "the first sample of the batch" if call.is_batched else "the sample it was at"
         raise RewardError(
@@ -82,6 +87,15 @@ def _values(reward: _Reward, samples: Sequence[Sample]) -> list[float]:
         ) from error
     values = _one_per_sample(results[0], reward.label, samples) if call.is_batched else results
     return [_number(value, reward.label, sample) for value, sample in zip(values, samples, strict=True)]
+
+
+def _check_total(total: float, sample: Sample) -> None:
+    """Squares and sums of rewards come later; what float32 cannot hold would overflow there, without a sample to show."""
+    if not abs(total) <= _LARGEST:
+        raise RewardError(
+            f"the weighted sum of the rewards is {total:g}; at most {_LARGEST:g} can be trained on. Lower the weights, or the "
+            f"rewards; on this sample:{_show(sample)}"
+        )
 
 
 def _one_per_sample(values: Any, label: str, samples: Sequence[Sample]) -> list[Any]:

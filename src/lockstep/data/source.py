@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def _json_row(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error.msg} at column {error.colno}: {_clip(line)}") from error
+        raise DataError(
+            f"{where} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}: {_clip(line)}"
+        ) from error
     if not isinstance(row, dict):
         raise DataError(f'{where}: expected an object such as {{"prompt": ...}}; {_clip(line)} came')
     return row
@@ -121,15 +124,20 @@ def _check_columns(rows: list[Row], source: DataSource, origin: str) -> None:
         wanted["answer_column"] = source.answer_column
     for number, row in enumerate(rows):
         for option, column in wanted.items():
-            if row.get(column) is None:
+            if _is_missing(row.get(column)):
                 raise DataError(_no_column(f"{origin}.{option}", column, row, number))
+
+
+def _is_missing(value: Any) -> bool:
+    """NaN is how pandas writes that a number is missing."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _no_column(option: str, column: str, row: Row, number: int) -> str:
     if column in row:
         empty = " (or set answer_column to '' if the data has no answers)" if option.endswith("answer_column") else ""
         return f"{option}: row {number} (counted from 0) has no value in {column!r}; fill it or remove the row{empty}"
-    near = difflib.get_close_matches(column, row, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(column, row, n=1)
     nearest = f"; the nearest is {near[0]!r}" if near else ""
     return f"{option}: row {number} (counted from 0) has no column {column!r}; it has {', '.join(row)}{nearest}"
 

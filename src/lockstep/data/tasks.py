@@ -74,7 +74,8 @@ def split_rows(
     kept = [row for row in train_rows if held_out.isdisjoint(_identities(row, prompt_column))]
     if not kept:
         raise DataError(
-            f"all {len(train_rows)} training rows are also in the held-out data; nothing is left to train on"
+            f"all {len(train_rows)} training rows are also in the held-out data; nothing is left to train on. Give data.train "
+            "and data.eval different rows"
         )
     if len(kept) < len(train_rows):
         removed = len(train_rows) - len(kept)

@@ -17,6 +17,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+_FAILURES = (Exception, SystemExit)
+"""A call that asks to end the process has failed: the run must not end without a word, and perhaps with exit code 0."""
+
 
 class CallFailed(Exception):
     """Call number `index` raised; its exception is the `__cause__`."""
@@ -60,7 +63,7 @@ def _call_under_alarm(calls: Sequence[Callable[[], Any]], deadline: float) -> li
             results.append(_alarmed(call, deadline))
         except _TimeUp:
             raise CallTimedOut(index) from None
-        except Exception as error:
+        except _FAILURES as error:
             raise CallFailed(index) from error
     return results
 
@@ -100,7 +103,7 @@ class _Watch:
         self.running: set[int] = set()
         self.outcome: queue.SimpleQueue[list[Any] | BaseException] = queue.SimpleQueue()
 
-    def fail(self, index: int, error: Exception) -> None:
+    def fail(self, index: int, error: BaseException) -> None:
         """Say so at once: to end the other coroutines may take long."""
         failed = CallFailed(index)
         failed.__cause__ = error
@@ -132,7 +135,7 @@ def _call_each(calls: Sequence[Callable[[], Any]], watch: _Watch) -> list[Any]:
         watch.running = {index}
         try:
             results.append(call())
-        except Exception as error:
+        except _FAILURES as error:
             raise CallFailed(index) from error
     return results
 
@@ -143,9 +146,9 @@ async def _await_all(values: Sequence[Any], watch: _Watch) -> list[Any]:
     async def wait_for(index: int, value: Awaitable[Any] | Any) -> Any:
         try:
             return await value if inspect.isawaitable(value) else value
-        except Exception as error:
+        except _FAILURES as error:
             watch.fail(index, error)
-            raise
+            raise CallFailed(index) from None  # a SystemExit would leave the loop with the other coroutines unfinished
         finally:
             watch.running.discard(index)
 
