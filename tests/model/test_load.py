@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from helpers_rollout import tiny_gpt2
 from helpers_sharded import save_model
 from lockstep.errors import ModelError
 from lockstep.model import load
@@ -26,6 +28,16 @@ def test_parameters_are_on_meta_and_buffers_are_real(folder):
     assert empty.lm_head.weight is empty.model.embed_tokens.weight
     wanted = dict(plain.named_buffers())
     assert wanted and all(torch.equal(value, wanted[name]) for name, value in empty.named_buffers())
+
+
+def test_the_base_has_no_noise_of_its_own(tmp_path):
+    """GPT-2 comes with dropout 0.1, which would have the trainer score samples with other probabilities than the engine's."""
+    files = find_model(save_model(tiny_gpt2(attn_pdrop=0.1, resid_pdrop=0.2), tmp_path))
+    dropouts = [
+        m for m in build_empty(files, dtype=torch.float32, attention="sdpa").modules() if isinstance(m, nn.Dropout)
+    ]
+    assert dropouts and all(dropout.p == 0 for dropout in dropouts)
+    assert files.config.resid_pdrop == 0.2
 
 
 def test_the_index_of_a_sharded_checkpoint(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from helpers_sharded import save_model
 from lockstep.checkpoint import save_adapter_folder
@@ -16,6 +17,7 @@ from lockstep.model.lora import (
     REFERENCE,
     adapter_config_json,
     adapter_file_names,
+    dropout_of,
     inject_lora,
     reference_policy,
     scaling_of,
@@ -114,3 +116,51 @@ def test_a_trained_bias_of_the_base_has_no_reference(tmp_path):
     model = get_peft_model(tiny_llama(attention_bias=True), LoraConfig(target_modules=["q_proj"], bias="lora_only"))
     with pytest.raises(ModelError, match="biases"), reference_policy(model):
         pass
+
+
+def peft_folder(path, **options) -> str:
+    """What PEFT itself saves of a LoRA with these options on the module's model."""
+    values = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}
+    get_peft_model(tiny_llama(), LoraConfig(**values)).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"adds 'base_model\.model\.lm_head\.original_module\.weight'.*modules_to_save",
+        ),
+        ({"trainable_token_indices": [3, 4]}, r"adds .*token_adapter.*trainable_token_indices"),
+        ({"bias": "lora_only"}, "biases"),
+        ({"init_lora_weights": "pissa"}, "changes the base.*pissa"),
+        ({"init_lora_weights": "olora"}, "changes the base.*olora"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "changes the base.*layer_replication"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
+    ],
+)
+def test_an_adapter_that_is_more_than_lora_is_refused_by_name(files, tmp_path, options, said):
+    folder = peft_folder(tmp_path, **options)
+    with pytest.raises(ModelError, match=said):
+        inject_lora(empty(files), LoraSection(init_from=folder), seed=0, files=files)
+
+
+def test_the_dropout_of_an_adapter_that_training_starts_from_is_its_own(files, tmp_path):
+    model = inject_lora(empty(files), LoraSection(init_from=peft_folder(tmp_path, lora_dropout=0.25)), seed=0)
+    assert dropout_of(model) == 0.25
+
+
+def test_copies_of_base_weights_in_an_adapter_must_be_the_checkpoints(files, tmp_path):
+    """CASES B23: PEFT saves the whole embedding beside its LoRA."""
+    with pytest.warns(UserWarning, match="save_embedding_layers"):
+        lora = LoraSection(init_from=peft_folder(tmp_path, target_modules=["embed_tokens", "q_proj"]))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    copy = "base_model.model.model.embed_tokens.base_layer.weight"
+    assert copy in tensors
+    model = inject_lora(empty(files), lora, seed=0, files=files)
+    assert adapter_file_names(model).keys() & adapter_values(model).keys()
+    save_file({**tensors, copy: tensors[copy] + 1}, file)
+    with pytest.raises(ModelError, match="not the checkpoint's"):
+        inject_lora(empty(files), lora, seed=0, files=files)

@@ -6,10 +6,12 @@ file, which is converted to such a folder once and cached.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -76,11 +78,12 @@ def build_empty(files: ModelFiles, *, dtype: torch.dtype, attention: str) -> Pre
     """The model with every parameter on meta and every buffer real, on the CPU.
 
     Buffers (rotary tables, masks) are computed by the model's own constructor on every rank, since the non-persistent ones
-    are in no checkpoint (verl #6365, LlamaFactory PR #10820).
+    are in no checkpoint (verl #6365, LlamaFactory PR #10820). The base's own dropout is off; lora.dropout is the adapter's.
     """
+    config = _without_noise(files.config)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(files.config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (ValueError, ImportError) as error:
         raise ModelError(f"{files.path}: cannot build the model: {error}") from error
     model.tie_weights()
@@ -96,6 +99,26 @@ def load_whole(files: ModelFiles, *, dtype: torch.dtype, attention: str, device:
     except (ValueError, OSError, ImportError) as error:
         raise ModelError(f"{files.path}: cannot load the model: {error}") from error
     return cast(PreTrainedModel, cast(torch.nn.Module, model).to(device).eval())
+
+
+def read_tensor(files: ModelFiles, name: str) -> torch.Tensor:
+    """One whole stored tensor, in the dtype of the file. Raises `KeyError` for a name that is not in `files.weights`."""
+    with safe_open(files.weights[name], framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _without_noise(config: Any) -> Any:
+    """A copy whose model computes the same in training as in the engine.
+
+    GPT-2 and OPT come with dropout 0.1: the trainer would score the engine's samples with other, random probabilities.
+    OPT's layerdrop also skips units on some ranks only, and Mixtral's router jitters its input.
+    """
+    quiet = copy.deepcopy(config)
+    for part in (quiet, quiet.get_text_config()):
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and re.search("drop|jitter_noise", name):
+                setattr(part, name, 0.0)
+    return quiet
 
 
 def _weight_index(folder: Path) -> dict[str, Path]:

@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 from lockstep.config import LoraSection
 from lockstep.errors import ModelError
 from lockstep.known_warnings import while_injecting
+from lockstep.model.load import ModelFiles, read_tensor
+from lockstep.names import checkpoint_name, is_adapter_name
 
 ADAPTER = "default"
 REFERENCE = "reference"
@@ -31,24 +33,29 @@ REFERENCE = "reference"
 
 # Per-layer containers that PEFT fills with one entry per adapter name.
 _CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_INITS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
-def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int) -> PeftModel:
+def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int, files: ModelFiles | None = None) -> PeftModel:
     """Wrap the targets with LoRA layers; the adapter is real on the CPU, fp32, equal on every rank.
 
     With `lora.init_from` the adapter's values and configuration are that folder's, and a frozen copy called "reference" is
     kept: then "adapter off" is not the policy that training started from (TRL #1340, #3194).
-    Raises `ModelError` when a target matches nothing (naming near module names) or the folder is not a LoRA adapter.
+    `files` are the base's, against which copies of base weights in that folder are checked; None refuses such copies.
+    Raises `ModelError` when a target matches nothing (naming near module names), when the folder is not a LoRA adapter, or
+    when it changes or trains more than LoRA tensors.
     """
     config = _read_config(lora.init_from) if lora.init_from else _make_config(lora, model)
+    base_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     peft_model = _inject(model, config)
+    _check_only_lora_is_new(peft_model, base_names)
     _materialise(peft_model, ADAPTER, config, seed=seed)
     if lora.init_from:
         with torch.random.fork_rng(devices=[]):
             peft_model.add_adapter(REFERENCE, config)
         _materialise(peft_model, REFERENCE, config, seed=seed)
         for name in (ADAPTER, REFERENCE):
-            _load_adapter(peft_model, lora.init_from, name)
+            _load_adapter(peft_model, lora.init_from, name, files=files)
         _activate(peft_model, ADAPTER)
     return peft_model
 
@@ -99,6 +106,11 @@ def adapter_config_json(model: PeftModel, adapter: str = ADAPTER) -> dict[str, A
 def scaling_of(layer: LoraLayer, adapter: str = ADAPTER) -> float:
     """The layer's own scale: never recomputed from the configuration (rsLoRA, rank and alpha patterns: PEFT #3582)."""
     return float(layer.scaling[adapter])
+
+
+def dropout_of(model: nn.Module, adapter: str = ADAPTER) -> float:
+    """Dropout on the adapter's input while training: the configuration's, which `lora.init_from` may have brought."""
+    return float(cast(LoraConfig, cast(PeftModel, model).peft_config[adapter]).lora_dropout)
 
 
 def lora_layers(model: nn.Module, adapter: str = ADAPTER) -> Iterator[tuple[str, LoraLayer]]:
@@ -163,6 +175,23 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         raise ModelError(f"lora: PEFT cannot put this adapter on {type(model).__name__}: {error}") from error
 
 
+def _check_only_lora_is_new(model: PeftModel, base_names: set[str]) -> None:
+    """Whatever else an adapter adds or trains has no start value on an empty base, and no name in an export."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if is_adapter_name(name):
+            continue
+        if checkpoint_name(name) not in base_names:
+            raise ModelError(
+                f"lora: the adapter adds {name!r}, which is not a LoRA tensor (modules_to_save, trainable_token_indices and "
+                "the like); lockstep trains LoRA tensors only"
+            )
+        if param.requires_grad:
+            raise ModelError(
+                f"lora: the adapter trains the base's {checkpoint_name(name)!r} "
+                f"(bias={model.peft_config[ADAPTER].bias!r}); lockstep trains LoRA tensors only"  # type: ignore[union-attr]
+            )
+
+
 def _materialise(model: PeftModel, adapter: str, config: LoraConfig, *, seed: int) -> None:
     """Give the adapter's tensors real CPU values by PEFT's own initialisation: on a meta base PEFT leaves them on meta."""
     with torch.random.fork_rng(devices=[]):
@@ -200,22 +229,55 @@ def _read_config(folder: str) -> LoraConfig:
         ) from error
     if not isinstance(config, LoraConfig):
         raise ModelError(f"lora.init_from {folder!r} holds a {config.peft_type} adapter; lockstep trains LoRA")
+    if config.bias != "none":
+        raise ModelError(
+            f"lora.init_from {folder!r} trains the base's biases (bias={config.bias!r}); lockstep trains LoRA tensors only"
+        )
+    if config.init_lora_weights not in _INITS_THAT_KEEP_THE_BASE or config.layer_replication:
+        raise ModelError(
+            f"lora.init_from {folder!r} changes the base (init_lora_weights={config.init_lora_weights!r}, "
+            f"layer_replication={config.layer_replication}): convert it to a plain LoRA of the unchanged base first "
+            "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
+        )
     config.inference_mode = False
     return config
 
 
-def _load_adapter(model: PeftModel, folder: str, adapter: str) -> None:
+def _load_adapter(model: PeftModel, folder: str, adapter: str, *, files: ModelFiles | None) -> None:
     file = Path(folder) / "adapter_model.safetensors"
     if not file.is_file():
         raise ModelError(f"lora.init_from {folder!r} holds no adapter_model.safetensors")
     tensors = load_file(file)
     expected = set(adapter_file_names(model, adapter).values())
+    copies = {name: tensor for name, tensor in tensors.items() if name not in expected and ".base_layer." in name}
+    _check_base_copies(model, copies, folder, files=files)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
     if set(tensors) != expected:
         odd = sorted(set(tensors) ^ expected)
         raise ModelError(
             f"lora.init_from {folder!r} does not fit the model: {len(odd)} tensors are missing or unknown, first {odd[0]!r}"
         )
     set_peft_model_state_dict(model, tensors, adapter_name=adapter)
+
+
+def _check_base_copies(
+    model: PeftModel, copies: Mapping[str, torch.Tensor], folder: str, *, files: ModelFiles | None
+) -> None:
+    """PEFT saves an embedding or head with its LoRA. Such a copy must be the checkpoint's own, which is what is trained."""
+    tied: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(param), []).append(name)
+    aliases = {name: names for names in tied.values() for name in names}
+    for name, copy in copies.items():
+        stored = None
+        if files is not None:
+            names = [checkpoint_name(alias) for alias in aliases.get(name, [name])]
+            stored = next((read_tensor(files, each) for each in names if each in files.weights), None)
+        if stored is None or stored.shape != copy.shape or not torch.equal(stored.to(copy.dtype), copy):
+            raise ModelError(
+                f"lora.init_from {folder!r} holds {name!r}, a base weight that is not the checkpoint's: give the model that "
+                "the adapter was trained on as model.path"
+            )
 
 
 def _activate(model: PeftModel, adapter: str) -> None:
