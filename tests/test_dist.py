@@ -1,12 +1,14 @@
 """Ranks that agree go on; ranks that differ, die, stall or go elsewhere end in a named error on every rank."""
 
 import os
+import socket
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.config import DistConfig
 from lockstep.dist import (
     World,
     agree,
@@ -15,6 +17,7 @@ from lockstep.dist import (
     data_phase,
     gather_texts,
     max_over_ranks,
+    start,
     sum_over_ranks,
     sum_stats,
 )
@@ -108,6 +111,50 @@ def loses_peer_in_data_phase(world: World) -> None:
 
 def test_a_lost_peer_in_a_data_collective_is_named():
     assert collect_ranks(2, loses_peer_in_data_phase, timeout_s=60)[0] == (True, None)
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def as_rank(monkeypatch, rank: int, **variables: str) -> None:
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **variables}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, "address already in use.* set MASTER_PORT to a free one"),
+        (1, "rank 1: rendezvous at 127.0.0.1:[0-9]+ did not answer within 1 s"),
+    ],
+)
+def test_a_port_of_somebody_else_is_named(monkeypatch, listener, rank, said):
+    as_rank(monkeypatch, rank, MASTER_PORT=str(listener.getsockname()[1]))
+    with pytest.raises(LockstepError, match=said):
+        start("cpu", DistConfig(timeout_s=1))
+
+
+def test_a_rank_that_never_comes_ends_the_wait(monkeypatch):
+    as_rank(monkeypatch, 0, MASTER_PORT="0")  # 0: whichever port is free
+    with pytest.raises(LockstepError, match=r"1/2 clients joined\. Check that all 2 ranks were started"):
+        start("cpu", DistConfig(timeout_s=1))
+
+
+@pytest.mark.parametrize("place", ["no/such/folder/store", "", "notes.txt"])
+def test_a_store_that_cannot_be_one_is_refused(monkeypatch, tmp_path, place):
+    (tmp_path / "notes.txt").write_text("left by somebody")
+    as_rank(monkeypatch, 0, LOCKSTEP_STORE=str(tmp_path / place))
+    with pytest.raises(LockstepError, match=r"LOCKSTEP_STORE is .*must be a new file in a folder that exists"):
+        start("cpu", DistConfig(timeout_s=1))
+
+
+def test_a_port_that_is_no_number_is_named(monkeypatch):
+    as_rank(monkeypatch, 0, MASTER_PORT="29x")
+    with pytest.raises(LockstepError, match="MASTER_PORT must be a whole number; it is '29x'"):
+        start("cpu", DistConfig(timeout_s=1))
 
 
 def test_one_rank_needs_no_group():

@@ -233,6 +233,9 @@ def check_too_many_ranks(world: World, model: str, out: str) -> None:
     tree = recipe(model, out, reward=[{"name": "helpers_broken_rewards:raises_on_rank_one"}])
     with pytest.raises(expected, match="41 bananas"):
         train_in(world, build_config(tree), resume=False)
+    judge = {"correct": {"name": "helpers_broken_rewards:raises_on_rank_one"}}
+    with pytest.raises(expected, match="41 bananas"):
+        train_in(world, build_config(recipe(model, out, eval=judge)), resume=False)
 
 
 def test_what_one_rank_cannot_do_ends_every_rank(model, tmp_path):

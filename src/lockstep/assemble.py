@@ -19,12 +19,12 @@ from lockstep.data.prompts import encode_prompts
 from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
-from lockstep.dist import World
+from lockstep.dist import World, all_or_none, data_phase
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.plan import AdapterExport, Export, MergedExport
 from lockstep.known_warnings import while_recomputing
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer, load_whole
-from lockstep.model.lora import inject_lora
+from lockstep.model.lora import dropout_of, inject_lora
 from lockstep.rollout.hf import HFEngine, resolve_eos_ids
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fill import fill
@@ -64,6 +64,8 @@ class Parts:
     actor: Actor
     state: TrainState
     export: Export
+    dropout: float
+    """The adapter's own: that of `lora.init_from`, where there is one."""
 
 
 def check_world(config: Config, world: World) -> None:
@@ -78,14 +80,17 @@ def check_world(config: Config, world: World) -> None:
 def assemble(config: Config, world: World) -> Parts:
     """Collective. Everything that a training run needs, the adapter at its start values and the engine at the base's."""
     check_world(config, world)
-    rewards = RewardSet(config.reward), *eval_rewards(config)
-    files = find_model(config.model.path)
-    tokenizer = load_tokenizer(files)
-    data = load_data(config, tokenizer, rewards)
+    with all_or_none(world, "reading data and model"):
+        rewards = RewardSet(config.reward), *eval_rewards(config)
+        files = find_model(config.model.path)
+        tokenizer = load_tokenizer(files)
+        data = load_data(config, tokenizer, rewards)
     sharded = make_sharded(config, files, world)
-    engine = make_engine(config, files, tokenizer, world)
+    with all_or_none(world, "loading the engine"):
+        engine = make_engine(config, files, tokenizer, world)
     sampling = make_sampling(config, engine.eos_ids)
-    probe_packing(sharded.module, config.train.packing, sampling=sampling, pad_id=int(tokenizer.pad_token_id))  # type: ignore[arg-type]
+    with data_phase(world, "probing the packing"):
+        probe_packing(sharded.module, config.train.packing, sampling=sampling, pad_id=int(tokenizer.pad_token_id))  # type: ignore[arg-type]
     sharded.settle()
     optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
     actor = Actor(
@@ -98,14 +103,15 @@ def assemble(config: Config, world: World) -> Parts:
         max_new_tokens=config.rollout.max_new_tokens,
     )
     export = AdapterExport() if config.sync.mode == "adapter" else MergedExport()
-    return Parts(data, sampling, engine, sharded, actor, TrainState(sharded, optimizer.torch), export)
+    dropout = dropout_of(sharded.module)
+    return Parts(data, sampling, engine, sharded, actor, TrainState(sharded, optimizer.torch), export, dropout)
 
 
 def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedModel:
     """Collective. Empty model, LoRA, plan, shard, fill: no rank holds the whole base."""
     empty = build_empty(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention)
     check_packing_supported(empty.config, config.train.packing)
-    model = inject_lora(empty, config.lora, seed=config.run.seed)
+    model = inject_lora(empty, config.lora, seed=config.run.seed, files=files)
     if config.model.gradient_checkpointing:
         with while_recomputing():
             model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -11,10 +11,13 @@ import datetime
 import hashlib
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -27,7 +30,10 @@ from lockstep.types import Stat
 log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
+_RENDEZVOUS_GRACE_S = 2.0
+"""For a store to raise its own, better error first: TCPStore waits a second longer than it is told."""
 _PHASE_KEY = "lockstep/phase/{rank}"
+_STORE_IS_GONE = "the store that the ranks met in does not answer: whoever hosts it (rank 0, or the launcher) is gone"
 
 
 @dataclass(slots=True)
@@ -47,6 +53,10 @@ class World:
     store: dist.Store | None = None
     num_agreements: int = 0
     """How many agreements this rank has entered: part of each, so that ranks out of step notice."""
+    num_phases: int = 0
+    """How many phases this rank has announced: a rank that has announced fewer is behind."""
+    phase: str = "start-up"
+    """The phase announced last."""
 
     @property
     def is_main(self) -> bool:
@@ -75,13 +85,13 @@ def start(device: str, limits: DistConfig) -> World:
     Without RANK this process is the only rank, and FSDP still gets a process group of one. Raises `LockstepError` when the
     rendezvous fails: the address is taken, or a rank does not come within `limits.timeout_s`.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    rank, size = _whole_number("RANK", 0), _whole_number("WORLD_SIZE", 1)
+    local_rank = _whole_number("LOCAL_RANK", rank)
     where = device_for(device, local_rank)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     timeout = datetime.timedelta(seconds=limits.timeout_s)
-    store = _rendezvous(rank, size, timeout)
+    store = _rendezvous(rank, size, limits.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
@@ -96,21 +106,69 @@ def start(device: str, limits: DistConfig) -> World:
     return World(rank, size, local_rank, where, limits.agree_timeout_s, limits.timeout_s, control, store)
 
 
-def _rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """The store that the ranks meet in. Raises `LockstepError` naming the address that is taken or unreachable."""
+def _whole_number(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise LockstepError(f"the environment variable {name} must be a whole number; it is {value!r}")
+    return int(value)
+
+
+def _rendezvous(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """The store that the ranks meet in. Raises `LockstepError` naming the place that is taken, unreachable or unusable."""
     path = os.environ.get("LOCKSTEP_STORE")
     if path:
-        return dist.FileStore(path, size)
+        return _shared_file(Path(path), size, timeout_s)
     if size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 29500))
-    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _whole_number("MASTER_PORT", 29500)
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    hint = (
+        f"Check that all {size} ranks were started with this address; if another job uses the port, set MASTER_PORT to a "
+        "free one"
+    )
+    what = f"rank {rank}: rendezvous at {host}:{port}"
+    return _within(timeout_s, lambda: dist.TCPStore(host, port, size, is_host, timeout=timeout), what, hint)
+
+
+def _shared_file(path: Path, size: int, timeout_s: float) -> dist.Store:
+    """Looks at the file first: torch 2.13's FileStore tries for minutes, holding the interpreter's lock, where it cannot open
+    a file or where the bytes there are not a store's."""
+    if not path.parent.is_dir() or path.is_dir() or (path.exists() and not _may_be_store(path)):
+        raise LockstepError(f"LOCKSTEP_STORE is {str(path)!r}; it must be a new file in a folder that exists")
     try:
-        return dist.TCPStore(host, port, size, is_master=rank == 0 and not hosted_by_agent, timeout=timeout)
-    except (RuntimeError, OSError) as error:
-        raise LockstepError(
-            f"rank {rank}: rendezvous at {host}:{port} failed: {error}. If another job uses the port, set MASTER_PORT to a free one"
-        ) from error
+        store = dist.FileStore(str(path), size)
+    except RuntimeError as error:
+        raise LockstepError(f"LOCKSTEP_STORE: ranks cannot meet in {path}: {error}; name a new file") from error
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
+
+
+def _may_be_store(path: Path) -> bool:
+    """A store's file is empty, or starts with the length of a key: four bytes, the lowest first."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(4), "little") < 1 << 16
+
+
+def _within(timeout_s: float, make: Callable[[], dist.Store], what: str, hint: str) -> dist.Store:
+    """What `make` returns. torch 2.13's TCPStore outlasts its own timeout where something listens and never answers, so
+    a thread of its own waits for it; it is left behind when it does not return."""
+    outcome: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put(make())
+        except Exception as error:  # handed to the waiting thread, which raises it
+            outcome.put(error)
+
+    threading.Thread(target=run, daemon=True, name="rendezvous").start()
+    try:
+        made = outcome.get(timeout=timeout_s + _RENDEZVOUS_GRACE_S)
+    except queue.Empty:
+        raise LockstepError(f"{what} did not answer within {timeout_s:.0f} s. {hint}") from None
+    if isinstance(made, Exception):
+        raise LockstepError(f"{what} failed: {str(made).rstrip('.')}. {hint}") from made
+    return made
 
 
 def stop(world: World) -> None:
@@ -121,9 +179,17 @@ def stop(world: World) -> None:
 
 
 def announce(world: World, phase: str) -> None:
-    """Tell the store where this rank is, so that an error elsewhere can say it. Costs one store write."""
-    if world.store is not None and world.size > 1:
-        world.store.set(_PHASE_KEY.format(rank=world.rank), f"{world.num_agreements} {phase}")
+    """Tell the store where this rank is, so that an error elsewhere can say it. Costs one store write.
+
+    Every rank announces the same phases in the same order. Raises `RankMissing` when the store is gone, with rank 0.
+    """
+    world.num_phases, world.phase = world.num_phases + 1, phase
+    if world.store is None or world.size == 1:
+        return
+    try:
+        world.store.set(_PHASE_KEY.format(rank=world.rank), f"{world.num_phases} {phase}")
+    except RuntimeError as error:
+        raise RankMissing(f"rank {world.rank} came to {phase!r}, but {_STORE_IS_GONE}: {error}") from error
 
 
 def agree(
@@ -200,39 +266,54 @@ def _naming_who_is_missing(world: World, phase: str, timeout_s: float) -> Iterat
 
 
 def _who_is_missing(world: World, phase: str) -> str:
-    """Read the last announced phase of every rank: those behind are whom we wait for."""
+    """Read the last announced phase of every other rank: those behind are whom we wait for."""
+    waits = f"rank {world.rank} waited in {phase!r} for"
+    try:
+        others = [_last_seen(world, rank) for rank in range(world.size) if rank != world.rank]
+    except RuntimeError as error:
+        return f"{waits} ranks that it cannot name, since {_STORE_IS_GONE} ({error})"
+    behind = [text for count, where, text in others if (count, where) != (world.num_phases, world.phase)]
+    if behind:
+        return f"{waits} {', '.join(behind)}"
+    return f"{waits} a rank that came too, then left or hangs, one of: {', '.join(text for _, _, text in others)}"
+
+
+def _last_seen(world: World, rank: int) -> tuple[int, str, str]:
+    """How many phases a rank has announced, the last of them, and both in words."""
     assert world.store is not None
-    late = []
-    for rank in range(world.size):
-        key = _PHASE_KEY.format(rank=rank)
-        said = world.store.get(key).decode() if world.store.check([key]) else "-1 start-up"
-        count, _, where = said.partition(" ")
-        if int(count) < world.num_agreements or where != phase:
-            late.append(f"rank {rank} (last seen in {where!r})")
-    whom = ", ".join(late) if late else "a rank that was here and left"
-    return f"rank {world.rank} waited in {phase!r} for {whom}"
+    key = _PHASE_KEY.format(rank=rank)
+    count, _, where = (world.store.get(key).decode() if world.store.check([key]) else "0 start-up").partition(" ")
+    return int(count), where, f"rank {rank} (last seen in {where!r})"
 
 
 @contextmanager
 def data_phase(world: World, phase: str) -> Iterator[None]:
     """Turn a failed data collective (a rank died or stalled) into `RankMissing` naming the phase, on every surviving rank."""
     announce(world, phase)
+    with lost_ranks_named(world, phase):
+        yield
+
+
+@contextmanager
+def lost_ranks_named(world: World, phase: str = "") -> Iterator[None]:
+    """`data_phase` without the announcement; without `phase` the one announced last is named. Not collective."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, LockstepError) or not _is_lost_peer(error):
             raise
-        raise RankMissing(f"{_who_is_missing(world, phase)}: {str(error).splitlines()[0]}") from error
+        raise RankMissing(f"{_who_is_missing(world, phase or world.phase)}: {str(error).splitlines()[0]}") from error
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
     text = str(error)
-    return any(
+    return isinstance(error, dist.DistError) or any(
         mark in text
         for mark in (
             "Connection closed by peer",
             "Connection reset by peer",
             "Timed out waiting",
+            "gloo/transport",
             "Broken pipe",
             "NCCL",
         )
@@ -287,6 +368,7 @@ def all_or_none(world: World, phase: str) -> Iterator[None]:
     The failing rank raises its own error; the others a `LockstepError` (or the same class, for lockstep's errors) that
     names the rank and repeats its message.
     """
+    announce(world, phase)
     failure: Exception | None = None
     try:
         yield

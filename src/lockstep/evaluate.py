@@ -19,7 +19,7 @@ from lockstep.checkpoint import read_adapter_folder
 from lockstep.config import Config
 from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
-from lockstep.dist import World, agree, sum_over_ranks
+from lockstep.dist import World, agree, all_or_none, sum_over_ranks
 from lockstep.errors import ConfigError
 from lockstep.model.load import find_model, load_tokenizer
 from lockstep.observe.progress import configure_logging, make_console
@@ -75,9 +75,10 @@ def evaluate(
         if should_stop():
             return None
         chunk = mine[index * _CHUNK : (index + 1) * _CHUNK]
-        samples = _answers(engine, [prompts[i] for i in chunk], sampling, first_slot=chunk.start)
-        right += _count(judges.correct, samples)
-        formed += _count(judges.format, samples) if judges.format else 0
+        with all_or_none(world, "evaluation"):
+            samples = _answers(engine, [prompts[i] for i in chunk], sampling, first_slot=chunk.start)
+            right += _count(judges.correct, samples)
+            formed += _count(judges.format, samples) if judges.format else 0
     right, formed = sum_over_ranks([right, formed], world)
     return EvalResult(right / len(prompts), formed / len(prompts) if judges.format else None, len(prompts), template)
 

@@ -50,6 +50,11 @@ def run_training(config: Config, *, resume: bool) -> int:
 
 def train_in(world: World, config: Config, *, resume: bool) -> None:
     """Collective. `run_training` for ranks that have met already."""
+    with dist.lost_ranks_named(world):
+        _train_in(world, config, resume=resume)
+
+
+def _train_in(world: World, config: Config, *, resume: bool) -> None:
     with dist.all_or_none(world, "opening the run directory"):
         run = open_run_dir(config, resume=resume, is_main=world.is_main)
     with run:
@@ -153,13 +158,12 @@ class Loop:
         with dist.all_or_none(self.world, "writing metrics"):
             self.observer.step(self.step, metrics, scored)
         refuse_empty(sums, step=self.step, samples=self.run.samples)
-        dtype, dropout = self.config.model.dtype, self.config.lora.dropout
-        check_mismatch(update.stats, dtype=dtype, dropout=dropout, step=self.step)
+        check_mismatch(update.stats, dtype=self.config.model.dtype, dropout=self.parts.dropout, step=self.step)
 
     def save(self) -> None:
         """Collective. A checkpoint of the present step, unless there is one."""
         if self.saved_step != self.step:
-            with self.observer.phase("checkpoint"):
+            with self.observer.phase("checkpoint"), dist.data_phase(self.world, "checkpoint"):
                 extra = {"policy_version": self.step, "carried": asdict(self.carried)}
                 keep = self.config.checkpoint.keep
                 checkpoint.save(self.run.checkpoints, self.parts.state, step=self.step, keep=keep, extra=extra)

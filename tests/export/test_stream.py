@@ -1,13 +1,15 @@
 """Exports from 1, 2 and 4 ranks equal what PEFT gives on one unsharded copy, bit for bit, and never write to the model."""
 
+import time
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from helpers_sharded import randomise_b, save_model, shard_folder
 from lockstep.config import LoraSection
-from lockstep.dist import World
-from lockstep.errors import IncompleteExport, RanksDisagree
+from lockstep.dist import World, stop
+from lockstep.errors import IncompleteExport, RankMissing, RanksDisagree
 from lockstep.export.plan import AdapterExport, MergedExport
 from lockstep.export.stream import export_weights
 from lockstep.model.load import find_model, load_whole
@@ -133,3 +135,20 @@ def check_tied_target(world: World, folder: str) -> None:
 
 def test_lora_on_a_tied_head_is_exported_or_refused(folders):
     run_ranks(2, check_tied_target, folders[0])
+
+
+def check_own_fault(world: World, folder: str) -> None:
+    """Rank 1 fails between two collectives of the export: it keeps its own error, and rank 0 does not wait for a timeout."""
+    sharded = shard_folder(world, folder, LORA)
+    if world.rank == 1:
+        sharded.local_flat = lambda name: torch.ones(1 << 60)  # more memory than there is
+    expected, said = (RankMissing, "rank 1") if world.is_main else (RuntimeError, "allocate")
+    began = time.monotonic()
+    with pytest.raises(expected, match=said):
+        collect(sharded, AdapterExport())
+    stop(world)
+    assert time.monotonic() - began < 20  # a data collective's limit is 60 s here
+
+
+def test_a_rank_that_fails_inside_a_gather_leaves(folders):
+    run_ranks(2, check_own_fault, folders[0])

@@ -32,6 +32,7 @@ class WeightStream:
         self._to: Destination = to
         self._buckets = self._gather_all()
         self._is_open = False
+        self._is_torn = False
 
     def manifest(self, version: int) -> Manifest:
         return self.plan.manifest(version)
@@ -57,9 +58,12 @@ class WeightStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Collective, unless a rank is already known to be missing."""
+        """Collective, unless a rank is already known to be missing, or this one failed inside a gather.
+
+        The latter cannot take part any more: it leaves at once, and the others are told when its connection closes.
+        """
         self._is_open = False
-        if isinstance(error, RankMissing):
+        if isinstance(error, RankMissing) or self._is_torn:
             return
         for _ in self._buckets:
             continue
@@ -82,7 +86,9 @@ class WeightStream:
     def _gather_all(self) -> Iterator[Bucket]:
         for index, tensors in enumerate(self.plan.buckets):
             with torch.no_grad(), torch.profiler.record_function(f"export::bucket {index}"):
+                self._is_torn = True
                 bucket = self._gather(tensors)
+                self._is_torn = False
             if bucket is not None:
                 yield bucket
 
