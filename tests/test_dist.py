@@ -16,6 +16,7 @@ from lockstep.dist import (
     any_rank,
     data_phase,
     gather_texts,
+    lost_ranks_named,
     max_over_ranks,
     start,
     sum_over_ranks,
@@ -155,6 +156,34 @@ def test_a_port_that_is_no_number_is_named(monkeypatch):
     as_rank(monkeypatch, 0, MASTER_PORT="29x")
     with pytest.raises(LockstepError, match="MASTER_PORT must be a whole number; it is '29x'"):
         start("cpu", DistConfig(timeout_s=1))
+
+
+def dies_in_a_block(world: World) -> None:
+    if world.rank == 0:
+        named = r"rank 0 waited in 'rollout' for rank 1 \(last seen in 'rollout'\)"
+        with pytest.raises(RankMissing, match=named), all_or_none(world, "rollout"):
+            pass
+        return
+    with all_or_none(world, "rollout"):
+        os._exit(3)
+
+
+def dies_outside_of_any_phase(world: World) -> None:
+    say(world, "plan", ["a"])
+    if world.rank == 1:
+        os._exit(3)
+    # Neither the rank that waits nor one that announced as much is said to be late.
+    with (
+        pytest.raises(RankMissing, match=r"rank 0 waited in 'plan' for a rank that came too, .* one of: rank 1 "),
+        lost_ranks_named(world),
+    ):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_dies_between_collectives_is_named_with_its_phase():
+    for check in (dies_in_a_block, dies_outside_of_any_phase):
+        outcome = collect_ranks(2, check, timeout_s=60)[0]
+        assert outcome == (True, None), outcome[1]
 
 
 def test_one_rank_needs_no_group():
