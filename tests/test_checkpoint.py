@@ -112,6 +112,7 @@ def check_damage(world: World, model: str, out: str) -> None:
         assert "step-000004: it is damaged: the bytes of adapter/adapter_model.safetensors" in text
         assert "step-000003: it is damaged" in text and "step-000002: it is incomplete: state/" in text
     assert checkpoint.newest(folder / "nothing", world) is None
+    assert not world.is_main or "holds no checkpoint yet: the run starts from its first step" in records[-1]
     # Damaged later ones take no sound one's place when old ones go.
     checkpoint.save(folder, state, step=2, keep=1)
     found = checkpoint.newest(folder, world)

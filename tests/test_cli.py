@@ -146,6 +146,18 @@ def test_a_reader_that_has_seen_enough_is_no_error(recipe: Path, start: Start, w
     assert ended.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "said"), [("train", "at once; --resume goes on from the last"), ("eval", "at once\n")]
+)
+def test_only_what_can_be_resumed_is_said_to_be(command: str, said: str, monkeypatch, capsys):
+    def interrupt(words) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_dispatch", interrupt)
+    assert cli.run([command, "recipe.yaml"]) == 130
+    assert f"stopped {said}" in capsys.readouterr().err
+
+
 def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["--version"]) == 0
     assert cli.run(["trian"]) == 2

@@ -143,7 +143,7 @@ def test_override_of_an_entry_replaces_the_whole_entry(tmp_path: Path):
         ("train.betas=[0.9, 1.5]", "train.betas.1: input should be less than 1; 1.5 came"),
         ("train=5", "train: expected a section with keys below it; 5 came"),
         ("reward={name: x}", "reward: expected a list of sections"),
-        ("reward=[]", "reward: tuple should have at least 1 item"),
+        ("reward=[]", "reward: expected at least 1 entry"),
         ("reward.2.weight=1", "'2' must be an index of a list with 2 entries"),
         ("reward.-1.weight=1", "'-1' must be an index of a list"),
         ("reward.name=x", "'name' must be an index of a list"),
@@ -300,3 +300,11 @@ def test_an_eval_reward_is_a_name_or_its_options():
     assert (shown["eval.correct"], shown["eval.format"]) == ("last_number", "null")
     with pytest.raises(ConfigError, match=r"eval\.format\.patern"):
         build_config({**tree, "eval": {"format": {"name": "format_regex", "patern": "x"}}})
+
+
+def test_a_wrong_entry_of_a_list_is_told_once():
+    tree = {"model": {"path": "m"}, "data": {"train": {"task": "sums"}}}
+    with pytest.raises(ConfigError, match=r"^config: reward\.0\.timeout_s: [^\n]*$"):
+        build_config({**tree, "reward": [{"name": "last_number", "timeout_s": -1}]})
+    with pytest.raises(ConfigError, match=r"^config: reward: expected at least 1 entry; \[\] came$"):
+        build_config({**tree, "reward": []})

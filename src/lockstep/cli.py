@@ -76,7 +76,8 @@ def run(words: Sequence[str]) -> int:
         _drop_output()
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("lockstep: stopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
+        more = "; --resume goes on from the last checkpoint" if words[:1] == ["train"] else ""
+        print(f"lockstep: stopped at once{more}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         failure = describe(error, int(rank) if rank.isdecimal() else 0)

@@ -111,8 +111,9 @@ def build_config(tree: Mapping[str, Any], *, source: str = "config") -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = list(dict.fromkeys(_say(item) for item in error.errors()))
-        raise ConfigError(f"{source}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
+        found = error.errors()
+        lines = list(dict.fromkeys(_say(item) for item in found if not _is_echo(item, found)))
+        raise ConfigError(f"{source}:" + ("\n  ".join(["", *lines]) if len(lines) > 1 else f" {lines[0]}")) from error
 
 
 def dump_config(config: Config) -> str:
@@ -240,6 +241,14 @@ def _index(node: list[Any], part: str, override: str) -> int:
     return int(part)
 
 
+def _is_echo(item: Any, found: Sequence[Any]) -> bool:
+    """pydantic also counts a list as too short when its only entry is wrong; that entry's own finding is enough."""
+    where = item["loc"]
+    return item["type"] == "too_short" and any(
+        other is not item and other["loc"][: len(where)] == where for other in found
+    )
+
+
 def _say(item: Any) -> str:
     """One of pydantic's findings as a line that names the key as the recipe spells it."""
     loc, kind, came = ".".join(str(part) for part in item["loc"]), item["type"], f"{item['input']!r} came"
@@ -249,6 +258,8 @@ def _say(item: Any) -> str:
         return f"{loc!r} is required and missing"
     if kind == "value_error":
         return (f"{loc}: " if loc else "") + item["msg"].removeprefix("Value error, ")
+    if kind == "too_short":
+        return f"{loc}: expected at least {item['ctx']['min_length']} entry; {came}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{loc}: expected a section with keys below it; {came}"
     option = _option_at(item["loc"])
