@@ -6,6 +6,7 @@ ranks, and torchrun's ranks run unchanged around it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from lockstep import cli
 from lockstep.config import describe_options, load_config
+from lockstep.files import FILE_LIST, describe_files
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -209,6 +211,7 @@ def test_eval_passes_adapter_and_templates_on(recipe: Path, start: Start, report
     adapter = recipe.parent / "run" / "checkpoints" / "step-000004" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")
+    (adapter.parent / FILE_LIST).write_text(json.dumps({"files": describe_files(adapter.parent)}))
     base = ["eval", str(recipe), "run.dir=run", "--template", "{prompt}", "--template", "Q: {prompt}"]
     for words in (base, [*base, "--base"], ["eval", str(recipe), "--adapter", str(adapter)]):
         assert finish(start(lockstep(*words)))[0] == 0
