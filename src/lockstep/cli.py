@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from lockstep import __version__
 from lockstep.config import Config, Option, describe_options, dump_config, load_config
 from lockstep.errors import ModelError
-from lockstep.failures import EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED, deliver, describe
+from lockstep.failures import EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED, at_work, deliver, describe
 from lockstep.launch import Here, StartHere, count_devices, decide, import_late
 from lockstep.rundir import newest_adapter
 from lockstep.signals import catch_stop_signals, release_signals, stop_requested
@@ -71,7 +71,8 @@ def run(words: Sequence[str]) -> int:
     watch_parent()
     rank = os.environ.get("RANK", "0")
     try:
-        return _dispatch(words)
+        with at_work(os.environ):
+            return _dispatch(words)
     except BrokenPipeError:
         _drop_output()
         return EXIT_FAILED

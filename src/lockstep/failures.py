@@ -12,7 +12,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -61,6 +62,30 @@ def deliver(failure: Failure, env: Mapping[str, str]) -> None:
         tell([failure])
     else:
         tell([replace(failure, message=failure.message.partition("\n")[0], is_expected=True)])
+
+
+@contextmanager
+def at_work(env: Mapping[str, str]) -> Iterator[None]:
+    """Leaves a mark for lockstep's own launcher while the block runs: a rank that ends inside it did not finish, whatever
+    its exit code says (code of the user's may call os._exit)."""
+    if LAUNCH_DIR not in env:
+        yield
+        return
+    mark = _mark(Path(env[LAUNCH_DIR]), env["RANK"])
+    mark.touch()
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def left_at_work(folder: Path, rank: int) -> bool:
+    """Did this rank, which has ended, end inside `at_work`?"""
+    return _mark(folder, str(rank)).exists()
+
+
+def _mark(folder: Path, rank: str) -> Path:
+    return folder / f"at-work-{rank}"
 
 
 def leave(failure: Failure, folder: Path) -> None:

@@ -80,7 +80,7 @@ class Loop:
         meta = checkpoint.load(found, self.parts.state)
         self.step = self.saved_step = found.step
         self.carried = Carried.from_json(meta["carried"])
-        self.observer.note(f"resumed at step {self.step} from {found.path}")
+        self.observer.resumed(found.path, meta["times"])
 
     def train(self) -> None:
         """Collective. All steps that are left, evaluated before and after."""
@@ -164,7 +164,7 @@ class Loop:
         """Collective. A checkpoint of the present step, unless there is one."""
         if self.saved_step != self.step:
             with self.observer.phase("checkpoint"), dist.data_phase(self.world, "checkpoint"):
-                extra = {"policy_version": self.step, "carried": asdict(self.carried)}
+                extra = {"policy_version": self.step, "carried": asdict(self.carried), "times": self.observer.times()}
                 keep = self.config.checkpoint.keep
                 checkpoint.save(self.run.checkpoints, self.parts.state, step=self.step, keep=keep, extra=extra)
             self.saved_step = self.step

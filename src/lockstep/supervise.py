@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from lockstep.errors import LockstepError
-from lockstep.failures import EXIT_FAILED, EXIT_INTERRUPTED, LAUNCH_DIR, Failure, collect, tell
+from lockstep.failures import EXIT_FAILED, EXIT_INTERRUPTED, LAUNCH_DIR, Failure, collect, left_at_work, tell
 from lockstep.signals import SAME_REQUEST_S, held_back
 
 PARENT_FD = "LOCKSTEP_PARENT_FD"
@@ -159,7 +159,8 @@ class _Ranks:
         """Say what went wrong, if anything did, and give the exit code."""
         failures = collect(self.folder)
         known = self.killed | {failure.rank for failure in failures}
-        failures += [self._unexplained(rank) for rank, code in self.codes.items() if code and rank not in known]
+        wrong = [rank for rank, code in self.codes.items() if code or left_at_work(self.folder, rank)]
+        failures += [self._unexplained(rank) for rank in wrong if rank not in known]
         if self.stopped_by is not None and all(self._ended_by_stop(failure.rank) for failure in failures):
             return 128 + self.stopped_by if failures or self.killed else 0
         if not failures:
@@ -172,7 +173,12 @@ class _Ranks:
 
     def _unexplained(self, rank: int) -> Failure:
         code = self.codes[rank]
-        if code > 0:
+        if code == 0:
+            kind, message = (
+                "exit",
+                f"rank {rank} ended before its work was done: something in it, a reward perhaps, called os._exit",
+            )
+        elif code > 0:
             kind, message = "exit", f"rank {rank} ended with exit code {code} and gave no reason; see its output above"
         else:
             kind = signal.Signals(-code).name

@@ -47,6 +47,18 @@ def test_seconds_and_tokens_add_up_by_step_and_by_run(clock: Clock):
     assert timer.tokens_per_second == {"generate": 15.5}
 
 
+def test_a_resumed_run_counts_on(clock: Clock):
+    first, second = PhaseTimer(), PhaseTimer()
+    with first.phase("generate", tokens=10):
+        clock.now += 2.0
+    with second.phase("generate", tokens=20):
+        clock.now += 3.0
+    second.carry_on(first.saved() | {"update": {"seconds": 4.0, "tokens": 8.0}})
+    assert second.seconds == {"generate": 5.0, "update": 4.0}
+    assert second.tokens_per_second == {"generate": 6.0, "update": 2.0}
+    assert second.take_step() == {"seconds.generate": 3.0, "tokens_per_second.generate": 20 / 3.0}
+
+
 def test_an_inner_phase_is_not_counted_twice(clock: Clock):
     told: list[str] = []
     timer = PhaseTimer(on_phase=told.append)

@@ -7,6 +7,7 @@ file, which is converted to such a folder once and cached.
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib.util
 import json
 import logging
@@ -21,6 +22,7 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
@@ -162,28 +164,35 @@ def _from_package(package: str) -> Path:
     if len(found) != 1:
         raise ModelError(f"package {package} must carry one .gguf file; it has {len(found)}")
     target = _cache_root() / "models" / found[0].stem
-    if not (target / "config.json").is_file():
-        _convert(found[0], target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        # One rank converts, the others of this host wait for it. The lock goes with the file, also when a rank is killed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (target / "config.json").is_file():
+            _convert(found[0], target)
     return target
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Write `target` whole or not at all; whoever renames first wins, and the others' copies are dropped."""
+    """Write `target` whole or not at all."""
     log.warning("converting %s to safetensors, once (about 20 s); the result is kept in %s", gguf.name, target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         draft = Path(scratch) / target.name
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        config = model.config
-        # The loader leaves its own mark, with which save_pretrained refuses: the values are plain floats by now.
-        del config.quantization_config  # type: ignore[attr-defined]
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        plain.load_state_dict(model.state_dict())
-        plain.save_pretrained(draft)
+        # The loader leaves its own mark in the configuration; the values are plain floats by now.
+        del model.config.quantization_config  # type: ignore[attr-defined]
+        model.config.save_pretrained(draft)
+        model.generation_config.save_pretrained(draft)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(draft)
-        try:
-            draft.rename(target)
-        except OSError:
-            if not (target / "config.json").is_file():
-                shutil.rmtree(target, ignore_errors=True)
-                draft.rename(target)
+        # Not model.save_pretrained: with a process group it writes on rank 0 only, and any rank may come here first.
+        tensors = {
+            name: param.detach().contiguous() for name, param in [*model.named_parameters(), *_persistent(model)]
+        }
+        save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+
+
+def _persistent(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    stored = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]

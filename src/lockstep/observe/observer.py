@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from lockstep.config import Config
@@ -71,6 +72,15 @@ class Observer:
         """Time a block, show that it runs, and mark it in profiles. Set `.tokens` of what it yields."""
         with self._timer.phase(name) as phase:
             yield phase
+
+    def times(self) -> dict[str, dict[str, float]]:
+        """Seconds and tokens of every phase of the run so far: saved with a checkpoint."""
+        return self._timer.saved()
+
+    def resumed(self, found: Path, times: Mapping[str, Mapping[str, float]]) -> None:
+        """The run goes on from a checkpoint; `times` is what was saved with it."""
+        self._timer.carry_on(times)
+        self.note(f"resumed from {found}")
 
     def start_training(self) -> None:
         """From now on time counts as training: the first step is not charged for what came before."""

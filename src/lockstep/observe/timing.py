@@ -11,9 +11,9 @@ A profile speaks the same words: every phase is a `torch.profiler.record_functio
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch.profiler import record_function
@@ -61,6 +61,16 @@ class PhaseTimer:
         """`seconds.<phase>` and, where tokens were counted, `tokens_per_second.<phase>` since the last call."""
         taken, self.step = self.step, {}
         return {**_seconds(taken, "seconds."), **_rates(taken, "tokens_per_second.")}
+
+    def saved(self) -> dict[str, dict[str, float]]:
+        """The run's phases as plain numbers, to be carried over a resume."""
+        return {name: asdict(phase) for name, phase in self.run.items()}
+
+    def carry_on(self, saved: Mapping[str, Mapping[str, float]]) -> None:
+        """Count on from what an earlier session of the run took."""
+        for name, numbers in saved.items():
+            entry = self.run.setdefault(name, Phase())
+            entry.seconds, entry.tokens = entry.seconds + numbers["seconds"], entry.tokens + numbers["tokens"]
 
     @property
     def seconds(self) -> dict[str, float]:
