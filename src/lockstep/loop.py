@@ -105,12 +105,9 @@ class Loop:
             phase.tokens = self.total(sum(len(item.prompt_ids) + len(item.ids) for item in items))
         self.step += 1
         pushed = self.sync()
-        metrics = {
-            "policy_version": self.step,
-            "sync_bytes": pushed.nbytes,
-            "step_seconds": time.perf_counter() - began,
-        }
+        metrics: dict[str, float] = {"policy_version": self.step, "sync_bytes": pushed.nbytes}
         metrics["frac_reward_zero_std"] = self.total(zero_groups) / self.config.rollout.prompts_per_step
+        metrics["step_seconds"] = time.perf_counter() - began
         self.record(scored, update=update, metrics=metrics)
         if self.is_due(self.config.checkpoint.every_steps):
             self.save()
@@ -123,18 +120,16 @@ class Loop:
         indices = data.order.take(self.step, config.rollout.prompts_per_step)
         mine = share(len(indices), self.world)
         prompts = [data.train[indices[slot]] for slot in mine]
-        with dist.all_or_none(self.world, "rollout"), self.observer.phase("generate") as phase:
-            draw = Draw(config.run.seed, self.step, first_slot=mine.start)
-            samples = self.parts.engine.generate(
-                prompts, self.parts.sampling, num_samples=config.rollout.group_size, draw=draw
-            )
-            phase.tokens = sum(len(sample.ids) for sample in samples) * self.world.size
-        stale = {sample.policy_version for sample in samples} - {self.step}
-        with dist.all_or_none(self.world, "reward"), self.observer.phase("reward"):
+        with self.observer.phase("generate") as phase:
+            with dist.all_or_none(self.world, "rollout"):
+                draw = Draw(config.run.seed, self.step, first_slot=mine.start)
+                num_samples = config.rollout.group_size
+                samples = self.parts.engine.generate(prompts, self.parts.sampling, num_samples=num_samples, draw=draw)
+            phase.tokens = self.total(sum(len(sample.ids) for sample in samples))
+        with self.observer.phase("reward"), dist.all_or_none(self.world, "reward"):
+            stale = {sample.policy_version for sample in samples} - {self.step}
             if stale:
-                raise StaleWeights(
-                    f"step {self.step}: the engine sampled with version {sorted(stale)}, the trainer is at {self.step}"
-                )
+                raise StaleWeights(f"step {self.step}: the engine sampled with version {sorted(stale)} instead")
             return data.rewards.score(samples)
 
     def sync(self) -> Pushed:
@@ -149,9 +144,8 @@ class Loop:
     def record(self, scored: Sequence[ScoredSample], *, update: UpdateResult, metrics: dict[str, float]) -> None:
         """Collective. The step's numbers over all ranks, to disk and screen."""
         sums = dist.sum_stats(reward_stats(scored, self.parts.data.rewards.labels), self.world)
-        means = {
-            name: stat.mean for name, stat in (sums | update.stats).items() if stat.count
-        }  # none: no gradient in this step
+        # A count of 0: the step had no gradient.
+        means = {name: stat.mean for name, stat in (sums | update.stats).items() if stat.count}
         metrics = means | {"grad_norm": update.grad_norm, "lr": update.lr, "loss_tokens": update.num_tokens} | metrics
         metrics["completion_tokens_total"] = sums["completion_tokens"].total
         self.carried = self.carried.after_step(reward=metrics["reward"], seconds=metrics["step_seconds"])
