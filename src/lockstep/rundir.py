@@ -99,7 +99,7 @@ class RunDir:
     def close(self) -> None:
         """Let other runs in. A process that ends, however it ends, does the same."""
         if self.lock is not None:
-            fcntl.flock(self.lock, fcntl.LOCK_UN)
+            os.close(self.lock)  # the lock goes with the file's last descriptor
 
     def __enter__(self) -> RunDir:
         return self
