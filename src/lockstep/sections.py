@@ -54,7 +54,7 @@ class RunConfig(Section):
     num_steps: PositiveInt = Field(default=100, description="optimizer steps to train")
     max_train_seconds: PositiveFloat | None = Field(
         default=None,
-        description="stop cleanly once training has taken this long (seconds, evaluation not counted); none: no limit",
+        description="stop cleanly once the steps have taken this long (seconds; evaluation and checkpoints not counted); none: no limit",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
 
@@ -206,13 +206,19 @@ class TrainConfig(Section):
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="steps of linear warm-up")
     max_grad_norm: PositiveFloat = Field(default=1.0, description="clip the global gradient norm to this")
-    clip_low: NonNegativeFloat = Field(default=0.2, description="PPO ratio clipped below 1 - clip_low")
-    clip_high: NonNegativeFloat = Field(default=0.28, description="PPO ratio clipped above 1 + clip_high")
+    clip_low: NonNegativeFloat = Field(
+        default=0.2,
+        description="PPO ratio clipped below 1 - clip_low; with one update per rollout, as now, the ratio is 1: no effect",
+    )
+    clip_high: NonNegativeFloat = Field(
+        default=0.28, description="PPO ratio clipped above 1 + clip_high; no effect either as long as the ratio is 1"
+    )
     kl_coef: NonNegativeFloat = Field(
         default=0.0, description="weight of the k3 KL to the reference policy in the loss; 0 skips the reference pass"
     )
     drop_zero_std: bool = Field(
-        default=True, description="leave groups whose rewards are all equal out of the update (they carry no gradient)"
+        default=True,
+        description="leave groups whose rewards are all equal out of the update (only a KL term would give them a gradient)",
     )
     mask_truncated: bool = Field(default=False, description="leave completions cut at max_new_tokens out of the loss")
     packing: Literal["padded", "packed", "shared_prefix"] = Field(
@@ -264,7 +270,9 @@ class CheckpointConfig(Section):
 
 class ObserveConfig(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard event files")
-    samples_per_step: NonNegativeInt = Field(default=8, description="samples written to samples/ at each step")
+    samples_per_step: NonNegativeInt = Field(
+        default=8, description="samples written to samples/ at each step: the first of rank 0"
+    )
 
 
 class Config(Section):

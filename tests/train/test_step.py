@@ -69,6 +69,16 @@ def test_the_update_is_the_reinforce_gradient_of_the_token_mean():  # B82, B89
     )
 
 
+def test_clip_bounds_do_nothing_in_the_only_update_of_a_rollout():  # what their descriptions say
+    """Engine log-probabilities far from the trainer's, as after many updates: the ratio is to the trainer's own."""
+    items = [TrainItem((1, 2, 3), (4, 5), (-9.0, -9.0), 1.0, 0), TrainItem((1, 2, 3), (6, 7), (-0.1, -0.1), -1.0, 0)]
+    tight, result = update(items, clip_low=0.0, clip_high=0.0)
+    wide, _ = update(items, clip_low=0.9, clip_high=9.0)
+    assert result.stats["ratio"].mean == 1.0 and result.grad_norm > 0
+    assert tight.clipped.keys() == wide.clipped.keys()
+    assert all(torch.equal(tight.clipped[name], wide.clipped[name]) for name in wide.clipped)
+
+
 def test_dr_grpo_divides_by_a_length_that_samples_cannot_change():
     items = make_items(2, 3, seed=5)
     token_mean, _ = update(items)
