@@ -3,7 +3,7 @@
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from lockstep.names import checkpoint_name, clean_name, is_adapter_name, module_of
+from lockstep.names import checkpoint_name, clean_name, is_adapter_name
 from lockstep.testing import tiny_llama
 
 
@@ -30,8 +30,3 @@ def test_the_image_of_the_live_names_is_the_checkpoint():
     assert sum(map(is_adapter_name, names)) == 2 * 7 * 2
     with pytest.raises(ValueError, match="adapter tensor"):
         checkpoint_name(next(name for name in names if is_adapter_name(name)))
-
-
-def test_module_of():
-    assert module_of("a.b.weight") == "a.b"
-    assert module_of("weight") == ""

@@ -32,8 +32,3 @@ def checkpoint_name(live_name: str) -> str:
     if tuple(parts[:2]) == _PEFT_PREFIX:
         parts = parts[2:]
     return ".".join(part for part in parts if part != "base_layer")
-
-
-def module_of(name: str) -> str:
-    """The module part of a parameter's name; empty for one that the root owns."""
-    return name.rpartition(".")[0]

@@ -93,7 +93,7 @@ def _rank_main(rank: int, store: str, size: int, agree_timeout_s: float, fn: Any
         results.put((rank, False, traceback.format_exc()))
     results.close()
     results.join_thread()
-    # Leaving without the interpreter's teardown: gloo's threads sometimes abort there (FSDP.md, section 1, trap b).
+    # Leaving without the interpreter's teardown: gloo's threads sometimes abort there.
     os._exit(0)
 
 
