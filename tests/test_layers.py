@@ -16,7 +16,7 @@ LAYERS = {
     "train": 4, "export": 4,
     "verify": 5, "observe": 5, "checkpoint": 5, "assemble": 5, "evaluate": 5,
     "loop": 6,
-    "failures": 7, "supervise": 7, "launch": 7, "worker": 7, "cli": 7, "__main__": 7,
+    "failures": 7, "supervise": 7, "launch": 7, "cli": 7, "__main__": 7,
     "testing": 9,
 }  # fmt: skip
 

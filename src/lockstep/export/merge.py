@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from lockstep.errors import IncompleteExport
+from lockstep.model.lora import scaling_of
 
 MIN_ROWS = 16
 """Slices of fewer rows than this are not sure to round like the whole product (measured: 1 to 3 rows differ on MKL)."""
@@ -52,7 +53,7 @@ def factors_of(name: str, layer: LoraLayer, adapter: str) -> LoraFactors:
         )
     prefix = f"{name}.lora_"
     return LoraFactors(
-        f"{prefix}A.{adapter}.weight", f"{prefix}B.{adapter}.weight", layer.r[adapter], float(layer.scaling[adapter])
+        f"{prefix}A.{adapter}.weight", f"{prefix}B.{adapter}.weight", layer.r[adapter], scaling_of(layer, adapter)
     )
 
 

@@ -19,7 +19,6 @@ class Pushed:
     version: int
     digest: str
     nbytes: int
-    num_tensors: int
 
 
 def push(buckets: Iterable[Bucket], receiver: Receiver, manifest: Manifest) -> Pushed:
@@ -37,4 +36,4 @@ def push(buckets: Iterable[Bucket], receiver: Receiver, manifest: Manifest) -> P
     except BaseException as error:
         receiver.abort(f"{type(error).__name__}: {error}")
         raise
-    return Pushed(manifest.version, digest, nbytes, len(lines))
+    return Pushed(manifest.version, digest, nbytes)
