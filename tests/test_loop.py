@@ -178,6 +178,34 @@ def check_one_rank_and_two(world: World, model: str, out: str) -> None:
     train_in(world, build_config({**tree, "run": {**tree["run"], "num_steps": 5}}), resume=False)
 
 
+def check_uneven(world: World, model: str, out: str) -> None:
+    """LoRA rank 3: on 4 ranks the last one holds no row of any A (CASES B41)."""
+    for mode in ("adapter", "merged"):
+        tree = recipe(
+            model,
+            f"{out}-{mode}",
+            lora={"rank": 3, "alpha": 8, "dropout": 0.0},
+            eval={"before": False, "after": False},
+            sync={"mode": mode, "bucket_mb": 0.01},
+        )
+        train_in(world, build_config({**tree, "run": {**tree["run"], "num_steps": 3}}), resume=False)
+
+
+def test_four_ranks_with_empty_shards_equal_one(model, tmp_path):
+    for size in (1, 4):
+        run_ranks(size, check_uneven, model, str(tmp_path / str(size)), timeout_s=110)
+    one = metrics(tmp_path / "1-adapter")
+    assert max(abs(line["loss"]) for line in one) > 1e-3
+    for run in ("1-merged", "4-adapter", "4-merged"):
+        for left, right in zip(one, metrics(tmp_path / run), strict=True):
+            # Same samples; sums over ranks, or W + s*BA instead of two products, in another order of fp32.
+            assert abs(left["loss"] - right["loss"]) < 1e-4
+            assert left["reward"] == pytest.approx(right["reward"], abs=1e-9)
+            assert right["rollout_probs_diff_max"] < 1e-5
+    left, right = adapter(tmp_path / "1-adapter", 3), adapter(tmp_path / "4-adapter", 3)
+    assert {name: value.shape for name, value in left.items()} == {name: value.shape for name, value in right.items()}
+
+
 def test_eval_scores_the_saved_adapter(model, tmp_path, capsys):
     config = build_config(
         recipe(model, tmp_path / "run", eval={"max_new_tokens": 6, "correct": "helpers_loop:even_numbers"})

@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from lockstep.dist import World, agree, all_or_none, gather_texts
 from lockstep.errors import CheckpointError, ModelError
@@ -187,10 +186,7 @@ def _tensors(state: TrainState, wanted: set[str] | None = None) -> dict[str, tor
 
 
 def _empty_slot(slot: str, param: torch.Tensor) -> torch.Tensor:
-    if slot == "step":
-        return torch.zeros((), dtype=torch.float32)
-    local = param.detach()
-    return torch.zeros_like(local, dtype=torch.float32) if isinstance(local, DTensor) else torch.zeros_like(local)
+    return torch.zeros((), dtype=torch.float32) if slot == "step" else torch.zeros_like(param.detach())
 
 
 def _candidates(folder: Path) -> Iterator[Path]:

@@ -29,7 +29,6 @@ from lockstep.types import Stat
 
 log = logging.getLogger(__name__)
 
-_DIGEST_BYTES = 32
 _RENDEZVOUS_GRACE_S = 2.0
 """For a store to raise its own, better error first: TCPStore waits a second longer than it is told."""
 _PHASE_KEY = "lockstep/phase/{rank}"

@@ -103,7 +103,6 @@ class LoraSection(Section):
 
 
 class ShardingConfig(Section):
-    backend: Literal["fsdp2"] = Field(default="fsdp2", description="how parameters are sharded over the ranks")
     layer_classes: tuple[str, ...] = Field(
         default=(), description="module classes that become units; empty: the model's own list"
     )
