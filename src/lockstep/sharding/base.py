@@ -28,7 +28,10 @@ class ShardedModel(Protocol):
 
     module: nn.Module
     """The wrapped model: call it as the plain one."""
+    skeleton: nn.Module
+    """A plain copy of it on meta, without wrappers (`sharding/skeleton.py`): what to ask for names and for how PEFT merges."""
     plan: ShardingPlan
+    """Names are the skeleton's (clean names)."""
     world: World
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -52,11 +55,40 @@ class ShardedModel(Protocol):
         ...
 
     def local_flat(self, name: str) -> torch.Tensor:
-        """This rank's elements of a parameter, 1-D, detached. A view of live memory: read it, never write it, never keep it."""
+        """This rank's elements of a parameter (its range), 1-D, detached, in the parameter's own dtype.
+
+        A view of live memory where `shard_dim` is 0: read it, never write it, never keep it. Under CPU offload it is on the CPU.
+        """
         ...
 
     def ranges(self, name: str) -> Ranges:
-        """Which elements of a parameter each rank holds. The same on every rank, without communication."""
+        """Which elements of a parameter each rank holds, in row-major order of the tensor with `shard_dim` moved to the front.
+
+        The same on every rank, without communication. Ascending and disjoint; together they are the whole tensor. What
+        several ranks hold alike belongs to the first of them, and the others' ranges are empty.
+        """
+        ...
+
+    def write_local(self, name: str, values: torch.Tensor) -> None:
+        """Overwrite this rank's elements (`values`: 1-D, as many as its range). For loading only; the plan stays valid.
+
+        A parameter that is still on meta gets its memory here.
+        """
+        ...
+
+    def shard_dim(self, name: str) -> int:
+        """The tensor dimension that is dealt out: 0, unless somebody placed the parameter as `Shard(1)` or beyond."""
+        ...
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A live buffer, whole; every rank holds one."""
+        ...
+
+    def is_current(self) -> bool:
+        """Do the model's slots still hold the objects that the plan was made of? Cheap (well below a millisecond).
+
+        False after somebody added an adapter, swapped a parameter or wrapped anew: `attach` again.
+        """
         ...
 
 
