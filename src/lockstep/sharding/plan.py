@@ -6,10 +6,8 @@ root is a unit like any other. Ranks compare `fingerprint()` before the first co
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,46 +15,35 @@ from torch import nn
 
 from lockstep.errors import ModelError
 from lockstep.names import clean_name
+from lockstep.sharding.policy import LayerClasses, MinParams, Modules, ModuleTree, Policy, choose_units, prefixes
 
-log = logging.getLogger(__name__)
-
-_DEFAULT_MIN_PARAMS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class LayerClasses:
-    """One unit per module of these classes; empty: the model's own `_no_split_modules`, sub-models included."""
-
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MinParams:
-    """One unit per lowest module that has at least so many parameters: never nested."""
-
-    num_params: int = _DEFAULT_MIN_PARAMS
-
-
-@dataclass(frozen=True, slots=True)
-class Modules:
-    """One unit per module whose name matches one of these globs; the only policy that may nest units."""
-
-    globs: tuple[str, ...]
-
-
-Policy = LayerClasses | MinParams | Modules
+__all__ = [
+    "LayerClasses",
+    "MinParams",
+    "Modules",
+    "PlannedTensor",
+    "Policy",
+    "ShardUnit",
+    "ShardingPlan",
+    "plan_sharding",
+    "split_units",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One parameter or buffer, under its first live name."""
+    """One parameter or buffer, under its first clean name."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_trainable: bool
     aliases: tuple[str, ...] = ()
-    """Other live names of the same tensor (tied weights)."""
+    """Other clean names of the same tensor (tied weights)."""
+    is_contiguous: bool = True
+    """FSDP takes only contiguous parameters."""
+    is_persistent: bool = True
+    """Is it in the state dict? False for buffers that the model computes (rotary tables); True for every parameter."""
 
     @property
     def numel(self) -> int:
@@ -70,10 +57,13 @@ class PlannedTensor:
         return self.numel * self.dtype.itemsize
 
     def line(self) -> str:
-        tied = f" tied to {list(self.aliases)}" if self.aliases else ""
-        return (
-            f"{clean_name(self.name)} {self.dtype} {list(self.shape)}{' trainable' if self.is_trainable else ''}{tied}"
-        )
+        flags = [
+            " trainable" if self.is_trainable else "",
+            "" if self.is_persistent else " not persistent",
+            "" if self.is_contiguous else " not contiguous",
+            f" tied to {list(self.aliases)}" if self.aliases else "",
+        ]
+        return f"{self.name} {self.dtype} {list(self.shape)}{''.join(flags)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +71,7 @@ class ShardUnit:
     """What is sharded and gathered together."""
 
     module: str
-    """Live name of the module; empty for the root."""
+    """Clean name of the module; empty for the root."""
     parameters: tuple[PlannedTensor, ...]
     buffers: tuple[PlannedTensor, ...]
 
@@ -108,11 +98,16 @@ class ShardingPlan:
     def largest_unit_bytes(self) -> int:
         return max(unit.nbytes for unit in self.units)
 
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """All names of each parameter that has more than one."""
+        return tuple((tensor.name, *tensor.aliases) for tensor in self.parameters if tensor.aliases)
+
     def lines(self) -> list[str]:
         """One line per unit, parameter and buffer: what ranks compare, and what a disagreement quotes."""
         out = []
         for unit in self.units:
-            out.append(f"unit {clean_name(unit.module) or '(root)'}")
+            out.append(f"unit {unit.module or '(root)'}")
             out += [f"parameter {tensor.line()}" for tensor in unit.parameters]
             out += [f"buffer {tensor.line()}" for tensor in unit.buffers]
         return out
@@ -123,7 +118,7 @@ class ShardingPlan:
     def table(self, world_size: int) -> str:
         """Units with their sizes, for people."""
         rows = [
-            f"{clean_name(unit.module) or '(root)':48} {len(unit.parameters):5} tensors {unit.nbytes / 2**20:9.2f} MiB"
+            f"{unit.module or '(root)':48} {len(unit.parameters):5} tensors {unit.nbytes / 2**20:9.2f} MiB"
             for unit in self.units
         ]
         total = sum(unit.nbytes for unit in self.units)
@@ -138,103 +133,97 @@ class ShardingPlan:
 def plan_sharding(model: nn.Module, policy: Policy | None = None) -> ShardingPlan:
     """Assign every parameter and buffer to its nearest unit. Pure; the meta device is fine.
 
-    Class names that the model does not contain are a warning; if none is found, the size policy takes over, with a
-    warning. A glob that matches nothing is a `ModelError`. A parameter that two units share goes to the root.
+    The model may carry activation-checkpoint and compile wrappers: every name in the plan is a clean one, and a unit is the
+    outermost module of its name. Class names that the model does not contain are a warning; if none is found, the size
+    policy takes over, with a warning. A glob that matches nothing is a `ModelError`. Tied parameters stay in one unit.
     """
-    chosen = _choose(model, policy or LayerClasses())
-    owner = _owners(model, chosen)
-    parameters = _assign(model.named_parameters(remove_duplicate=False), owner)
-    buffers = _assign(model.named_buffers(remove_duplicate=False), owner)
-    units = [ShardUnit(name, tuple(parameters.get(name, ())), tuple(buffers.get(name, ()))) for name in [*chosen, ""]]
+    tree = ModuleTree(model)
+    chosen = choose_units(tree, policy or LayerClasses())
+    parameters = _assign(model.named_parameters(remove_duplicate=False), tree, chosen)
+    buffers = _assign(model.named_buffers(remove_duplicate=False), tree, chosen, volatile=_volatile_buffers(model))
+    # A module whose every parameter is in a unit further down gathers nothing: it is no unit, and its buffers go to the root.
+    units = [name for name in chosen if name in parameters]
+    left = [tensor for name, tensors in buffers.items() if name not in units for tensor in tensors]
+    whole = [ShardUnit(name, tuple(parameters[name]), tuple(buffers.get(name, ()))) for name in units]
+    return ShardingPlan((*whole, ShardUnit("", tuple(parameters.get("", ())), tuple(left))))
+
+
+def split_units(plan: ShardingPlan, modules: Sequence[str]) -> ShardingPlan:
+    """The plan with further units for these modules (clean names), nested in the units that had their parameters.
+
+    Each stands behind the unit that it was cut from, or before the root. Raises `ModelError` for a module without parameters
+    in the plan, or one that has them in several units.
+    """
+    for module in modules:
+        holders = [unit for unit in plan.units if any(is_below(tensor.name, module) for tensor in unit.parameters)]
+        if len(holders) != 1 or holders[0].module == module:
+            where = [unit.module or "(root)" for unit in holders]
+            raise ModelError(
+                f"cannot make {module!r} a unit: expected parameters of it in one unit around it, found {where}"
+            )
+        plan = _split_one(plan, holders[0], module)
+    return plan
+
+
+def is_below(name: str, module: str) -> bool:
+    """Is `name` a part of the module? Everything is below the root, whose name is empty."""
+    return not module or name.startswith(f"{module}.")
+
+
+def _split_one(plan: ShardingPlan, holder: ShardUnit, module: str) -> ShardingPlan:
+    def parts(inside: bool, name: str) -> ShardUnit:
+        return ShardUnit(
+            name,
+            tuple(tensor for tensor in holder.parameters if is_below(tensor.name, module) == inside),
+            tuple(tensor for tensor in holder.buffers if is_below(tensor.name, module) == inside),
+        )
+
+    outer, inner = parts(False, holder.module), parts(True, module)
+    pair = (outer, inner) if holder.module else (inner, outer)
+    # An outer unit that nothing is left of is none any more, unless it is the root.
+    pair = tuple(unit for unit in pair if unit.parameters or not unit.module)
+    units = [each for unit in plan.units for each in (pair if unit is holder else (unit,))]
     return ShardingPlan(tuple(units))
 
 
-def _choose(model: nn.Module, policy: Policy) -> list[str]:
-    """Live names of the modules that become units, in the model's order."""
-    match policy:
-        case LayerClasses(names):
-            return _by_class(model, names)
-        case MinParams(num_params):
-            return _by_size(model, num_params)
-        case Modules(globs):
-            return _by_glob(model, globs)
-
-
-def _by_class(model: nn.Module, names: Sequence[str]) -> list[str]:
-    wanted = set(names) or _no_split_classes(model)
-    found = [
-        (name, type(module).__name__)
-        for name, module in model.named_modules()
-        if name and type(module).__name__ in wanted
-    ]
-    missing = sorted(wanted - {cls for _, cls in found})
-    if not found:
-        log.warning(
-            "no module of class %s in the model; taking units of at least %d parameters",
-            sorted(wanted),
-            _DEFAULT_MIN_PARAMS,
-        )
-        return _by_size(model, _DEFAULT_MIN_PARAMS)
-    if missing:
-        log.warning("classes %s are not in the model; units are made of %s", missing, sorted(wanted - set(missing)))
-    return _outermost([name for name, _ in found])
-
-
-def _no_split_classes(model: nn.Module) -> set[str]:
-    return {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
-
-
-def _outermost(names: list[str]) -> list[str]:
-    """Drop a name below another one: nested units gather in different orders on different ranks (verl PR #6512)."""
-    kept: list[str] = []
-    for name in names:
-        if not any(name.startswith(other + ".") for other in kept):
-            kept.append(name)
-    return kept
-
-
-def _by_size(model: nn.Module, num_params: int) -> list[str]:
-    def reaches(module: nn.Module) -> bool:
-        return sum(param.numel() for param in module.parameters()) >= num_params
-
-    return [
-        name
-        for name, module in model.named_modules()
-        if name and reaches(module) and not any(map(reaches, module.children()))
-    ]
-
-
-def _by_glob(model: nn.Module, globs: Sequence[str]) -> list[str]:
-    names = [name for name, _ in model.named_modules() if name]
-    for glob in globs:
-        if not fnmatch.filter(map(clean_name, names), glob):
-            raise ModelError(f"sharding: glob {glob!r} matches no module; names there are, for example, {names[:6]}")
-    return [name for name in names if any(fnmatch.fnmatchcase(clean_name(name), glob) for glob in globs)]
-
-
-def _owners(model: nn.Module, chosen: list[str]) -> dict[int, str]:
-    """Unit of every tensor, by identity. What two units share belongs to the root, which outlives both."""
-    units = set(chosen)
-    owner: dict[int, str] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
-        parts = name.split(".")[:-1]
-        prefixes = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
-        nearest = next((prefix for prefix in prefixes if prefix in units), "")
-        if owner.setdefault(id(tensor), nearest) != nearest:
-            owner[id(tensor)] = ""
-    return owner
-
-
-def _assign(named: Iterator[tuple[str, torch.Tensor]], owner: dict[int, str]) -> dict[str, list[PlannedTensor]]:
-    names: dict[int, list[str]] = {}
+def _assign(
+    named: Iterable[tuple[str, torch.Tensor]], tree: ModuleTree, chosen: Sequence[str], volatile: Container[str] = ()
+) -> dict[str, list[PlannedTensor]]:
+    """Tensors by unit. What two units share (buffers may) belongs to the root, which outlives both."""
+    units = {name: chosen_name for chosen_name in chosen for name in tree.names_of(tree.nodes[chosen_name].module)}
+    names: dict[int, dict[str, None]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
+    for live, tensor in named:
+        names.setdefault(id(tensor), {})[clean_name(live)] = None
         tensors[id(tensor)] = tensor
     out: dict[str, list[PlannedTensor]] = {}
     for key, tensor in tensors.items():
-        first, *others = names[key]
-        planned = PlannedTensor(first, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(others))
-        out.setdefault(owner[key], []).append(planned)
+        owners = {_nearest(name, units) for name in names[key]}
+        planned = _describe(tensor, list(names[key]), is_persistent=any(name not in volatile for name in names[key]))
+        out.setdefault(owners.pop() if len(owners) == 1 else "", []).append(planned)
     return out
+
+
+def _nearest(name: str, units: Mapping[str, str]) -> str:
+    return next((units[prefix] for prefix in reversed(prefixes(name)[:-1]) if prefix in units), "")
+
+
+def _describe(tensor: torch.Tensor, names: list[str], *, is_persistent: bool) -> PlannedTensor:
+    return PlannedTensor(
+        name=names[0],
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        is_trainable=tensor.requires_grad,
+        aliases=tuple(names[1:]),
+        is_contiguous=tensor.is_contiguous(),
+        is_persistent=is_persistent,
+    )
+
+
+def _volatile_buffers(model: nn.Module) -> set[str]:
+    """Clean names of the buffers that are not in the state dict."""
+    return {
+        clean_name(f"{live}.{leaf}" if live else leaf)
+        for live, module in model.named_modules(remove_duplicate=False)
+        for leaf in module._non_persistent_buffers_set
+    }
