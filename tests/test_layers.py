@@ -28,7 +28,7 @@ NEVER = {
 
 # Heavy library: the only modules that import it.
 HOMES = {
-    "peft": ("model.lora", "model.peft_names", "export.merge", "export.plan", "sharding.fsdp2", "rollout.hf_weights"),
+    "peft": ("model.lora", "model.peft_names", "export.merge", "export.merge_plan", "export.peft_tree", "export.plan", "sharding.fsdp2", "rollout.hf_weights"),
     "torch.distributed.fsdp": ("sharding.fsdp1", "sharding.fsdp2", "sharding.skeleton", "sharding.attach"),
     "torch.distributed.checkpoint": ("checkpoint",),
     "math_verify": ("data.reward_functions", "data.extras"),

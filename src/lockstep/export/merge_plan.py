@@ -1,0 +1,283 @@
+"""A skeleton and an adapter's name in; how each base weight that the adapter changes is merged out, or a refusal by name.
+
+Pure: nothing is read but classes, shapes and PEFT's bookkeeping. What can be merged range by range is a `RowsMerge`; everything
+else for which PEFT has a `merge()` is a `ScratchMerge`, tried once here on tensors without values, so that what PEFT itself
+refuses is refused before any collective.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora import Conv2d, Embedding, Linear, LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import Conv1d, Conv3d, MultiheadAttention
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import TrainableTokensWrapper
+from torch import nn
+
+from lockstep.errors import IncompleteExport
+from lockstep.export.merge import RowsMerge, ScratchMerge, merge_scratch
+from lockstep.export.peft_tree import (
+    PlainModule,
+    Wrapper,
+    adapters_of,
+    check_adapter,
+    check_unmerged,
+    inner_of,
+    join,
+    walk_plain,
+)
+from lockstep.model.lora import scaling_of
+
+_PLAIN_LORA = (Linear, Embedding, ParamWrapper, Conv1d, Conv2d, Conv3d, MultiheadAttention)
+"""PEFT's LoRA layers over weights as they are; its others are made for quantised ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merges:
+    """How an adapter gets into the base."""
+
+    rows: Mapping[str, RowsMerge] = field(default_factory=dict)
+    """By live name of W."""
+    scratch: tuple[ScratchMerge, ...] = ()
+
+    def of(self, live: str) -> RowsMerge | ScratchMerge | None:
+        """What changes the base tensor of this live name."""
+        return self.rows.get(live) or next((merge for merge in self.scratch if live in merge.outputs), None)
+
+
+def plan_merges(model: nn.Module, adapter: str) -> Merges:
+    """Every merge of `adapter`, in the model's order. `model` is a skeleton.
+
+    Raises `IncompleteExport`, naming the module, for what cannot be merged: no such adapter, an adapter merged into the live
+    model already, quantised bases, fake-quantised ones (QAT), a LoRA bias over a layer without bias, and whatever PEFT refuses.
+    """
+    check_adapter(model, adapter)
+    check_unmerged(model)
+    others = frozenset(adapters_of(model)) - {adapter}
+    rows: dict[str, RowsMerge] = {}
+    scratch: dict[str, ScratchMerge] = {}
+    for module in walk_plain(model, adapter):
+        for wrapper in _carriers(module, adapter):
+            if any(wrapper.live == name or wrapper.live.startswith(f"{name}.") for name in scratch):
+                continue  # PEFT merges what is inside such a module along with it
+            _refuse(module, wrapper, adapter)
+            merge = _rows_merge(module, wrapper, adapter)
+            if isinstance(merge, RowsMerge):
+                rows.setdefault(merge.base, merge)
+            else:
+                scratch.setdefault(wrapper.live, _scratch_merge(module, wrapper, adapter, reason=merge, others=others))
+    if rows or scratch:
+        _refuse_qat(model)
+    _check_once(rows, scratch)
+    _try(model, scratch)
+    return Merges(rows, tuple(scratch.values()))
+
+
+def _carriers(module: PlainModule, adapter: str) -> Iterator[Wrapper]:
+    """The wrappers around a module through which the adapter changes its weights, outermost first."""
+    inside_tokens = False
+    for wrapper in module.wrappers:
+        if isinstance(wrapper.module, TrainableTokensWrapper):
+            inside_tokens = True
+            if adapter in wrapper.module.token_adapter.trainable_tokens_delta:
+                yield wrapper
+            continue
+        layer = wrapper.module if isinstance(wrapper.module, BaseTunerLayer) and not inside_tokens else None
+        if layer is not None and any(adapter in container for container in _containers(layer).values()):
+            yield wrapper
+
+
+def _containers(layer: BaseTunerLayer) -> dict[str, Any]:
+    """Attribute -> container with one entry per adapter, of everything in which a PEFT layer keeps adapter tensors."""
+    names = (*layer.adapter_layer_names, *layer.other_param_names)
+    found = {name: getattr(layer, name, None) for name in names}
+    return {
+        name: value for name, value in found.items() if isinstance(value, nn.Module) and hasattr(value, "__contains__")
+    }
+
+
+def _rows_merge(module: PlainModule, wrapper: Wrapper, adapter: str) -> RowsMerge | str:
+    """The merge by rows, or why there is none."""
+    layer = wrapper.module
+    if not isinstance(layer, LoraLayer) or type(layer) not in (Linear, Embedding, ParamWrapper):
+        return f"{type(layer).__name__} is merged by PEFT only"
+    variant = layer.lora_variant.get(adapter)
+    if variant is not None:
+        return f"the adapter is a {type(variant).__name__}"
+    if layer.lora_bias.get(adapter, False):
+        return "the adapter has a LoRA bias"
+    attr = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+    weight = module.module._parameters.get(attr)
+    if weight is None:
+        return f"{attr} is not a parameter of {type(module.module).__name__}"
+    return _rows_of(module, wrapper, adapter, attr=attr, weight=weight)
+
+
+def _rows_of(
+    module: PlainModule, wrapper: Wrapper, adapter: str, *, attr: str, weight: nn.Parameter
+) -> RowsMerge | str:
+    layer: Any = wrapper.module
+    names = ("lora_embedding_A", "lora_embedding_B") if type(layer) is Embedding else ("lora_A", "lora_B")
+    live = [join(wrapper.live, f"{name}.{adapter}") for name in names]
+    a, b = (getattr(layer, name)[adapter] for name in names)
+    if type(layer) is not Embedding:
+        live, (a, b) = [f"{name}.weight" for name in live], (a.weight, b.weight)
+    rank, shape = layer.r[adapter], tuple(weight.shape)
+    if type(layer) is ParamWrapper:
+        kind, is_transposed = "experts", not layer._did_swap_in_out_features
+        expected = (shape[0], a.shape[1], b.shape[0]) if is_transposed else (shape[0], b.shape[0], a.shape[1])
+        fits = len(shape) == 3 and shape[0] > 1 and layer.num_experts == shape[0]
+        fits = fits and a.shape[0] == b.shape[1] == shape[0] * rank
+    else:
+        is_transposed = type(layer) is Embedding or bool(layer.fan_in_fan_out)
+        kind = "embedding" if type(layer) is Embedding else "conv1d" if is_transposed else "linear"
+        expected = (a.shape[1], b.shape[0]) if is_transposed else (b.shape[0], a.shape[1])
+        fits, is_transposed = a.shape[0] == b.shape[1] == rank, False
+    if not fits or shape != expected:
+        return f"A {list(a.shape)} and B {list(b.shape)} do not fit {attr} {list(shape)} as a plain product"
+    base = join(module.live, attr)
+    return RowsMerge(
+        base, *live, kind, scaling_of(layer, adapter), shape, rank, weight.dtype, b.dtype, is_transposed
+    )  # fmt: skip
+
+
+def _scratch_merge(
+    module: PlainModule, wrapper: Wrapper, adapter: str, *, reason: str, others: frozenset[str]
+) -> ScratchMerge:
+    """Inputs: every tensor below the wrapper that is not another adapter's. Outputs: the base module's parameters."""
+    skipped = []
+    for path, inner in wrapper.module.named_modules():
+        layer = inner if isinstance(inner, BaseTunerLayer) else None
+        if layer is not None:
+            skipped += [f"{join(path, name)}.{key}" for name in _containers(layer) for key in others]
+    tensors = [name for name, _ in wrapper.module.named_parameters(remove_duplicate=False)]
+    tensors += [name for name, _ in wrapper.module.named_buffers(remove_duplicate=False)]
+    inputs = tuple(
+        join(wrapper.live, name)
+        for name in tensors
+        if not any(name == skip or name.startswith(f"{skip}.") for skip in skipped)
+    )
+    known = _changed(wrapper.module, adapter)
+    outputs = tuple(
+        join(plain.live, name)
+        for plain in _inside(module, adapter)
+        for name, param in plain.module._parameters.items()
+        if param is not None and (known is None or (plain.module is module.module and name in known))
+    )
+    return ScratchMerge(wrapper.live, adapter, inputs, outputs, reason)
+
+
+def _inside(module: PlainModule, adapter: str) -> Iterator[PlainModule]:
+    for plain in walk_plain(module.module, adapter):
+        yield PlainModule(plain.name, join(module.live, plain.live) if plain.live else module.live, plain.module, ())
+
+
+def _changed(layer: nn.Module, adapter: str) -> tuple[str, ...] | None:
+    """The base module's own parameters that a merge of this layer writes; None: not known, so it may be any below it."""
+    if isinstance(layer, TrainableTokensWrapper | TrainableTokensLayer | Embedding):
+        return ("weight",)
+    if type(layer) in (Linear, Conv1d, Conv2d, Conv3d):
+        return ("weight", "bias") if cast(LoraLayer, layer).lora_bias.get(adapter, False) else ("weight",)
+    return (layer.parameter_name,) if type(layer) is ParamWrapper else None
+
+
+def _refuse(module: PlainModule, wrapper: Wrapper, adapter: str) -> None:
+    layer, base = wrapper.module, module.module
+    why = _quantised(layer, base)
+    if why:
+        raise IncompleteExport(
+            f"{module.name}: {why}, so merging would round it again; export the adapter, or load the base unquantised"
+        )
+    has_bias = getattr(base, "bias", None) is not None
+    if isinstance(layer, LoraLayer) and layer.lora_bias.get(adapter, False) and not has_bias:
+        raise IncompleteExport(
+            f"{module.name}: the adapter has a LoRA bias and the layer has no bias to merge it into; export the adapter, or train "
+            "with lora_bias=False"
+        )
+    if not hasattr(layer, "merge") and not hasattr(layer, "unload_and_optionally_merge_module"):
+        raise IncompleteExport(f"{module.name}: PEFT cannot merge a {type(layer).__name__}; export the adapter")
+
+
+def _quantised(layer: nn.Module, base: nn.Module) -> str:
+    """Why a base counts as quantised; "" if it does not."""
+    if (
+        isinstance(layer, LoraLayer)
+        and type(layer).__module__.startswith("peft.")
+        and not isinstance(layer, _PLAIN_LORA)
+    ):
+        return f"its base is quantised (PEFT wraps it in {type(layer).__module__}.{type(layer).__name__})"
+    for name, param in base.named_parameters(recurse=False):
+        if not (param.dtype.is_floating_point or param.dtype.is_complex) or param.dtype.itemsize < 2:
+            return f"its base is quantised ({name} is {param.dtype})"
+        if type(param) not in (nn.Parameter, torch.Tensor):
+            return f"its base is quantised ({name} is a {type(param).__name__})"
+    packed = [name for name in ("qweight", "W_q") if hasattr(base, name)]
+    return f"its base is quantised ({type(base).__name__} has {packed[0]})" if packed else ""
+
+
+def _refuse_qat(model: nn.Module) -> None:
+    names = fake_quantizers(model)
+    if names:
+        raise IncompleteExport(
+            f"{names[0]} fake-quantises weights (quantisation-aware training; {len(names)} such modules): its forward rounds the base and "
+            "the adapter apart, so no merged weight is what was trained. Export the adapter, or train without QAT"
+        )
+
+
+def fake_quantizers(model: nn.Module) -> list[str]:
+    """Clean names of the modules that round in the forward pass to imitate a quantised weight (torch.ao, torchao)."""
+    found = []
+    for name, module in model.named_modules():
+        kinds = [cls.__name__ for cls in type(module).__mro__]
+        children = [child for child in module._modules if "fake_quant" in child]
+        if (
+            children
+            or any(kind.startswith("FakeQuantize") for kind in kinds)
+            or hasattr(type(module), "weight_fake_quant")
+        ):
+            found.append(name)
+    return found
+
+
+def _check_once(rows: Mapping[str, RowsMerge], scratch: Mapping[str, ScratchMerge]) -> None:
+    seen = dict.fromkeys(rows, "rows")
+    for merge in scratch.values():
+        for name in merge.outputs:
+            if name in seen:
+                raise IncompleteExport(
+                    f"{name} is changed by two PEFT modules ({merge.module} is one): which merges first is not defined; export the "
+                    "adapter"
+                )
+            seen[name] = merge.module
+
+
+def _try(model: nn.Module, scratch: Mapping[str, ScratchMerge]) -> None:
+    """Run each kind of scratch merge once without values: what PEFT refuses, it refuses now."""
+    done = set()
+    for merge in scratch.values():
+        wrapper = model.get_submodule(merge.module)
+        inner = inner_of(wrapper, merge.adapter)
+        kind = (type(wrapper), type(inner[1]) if inner else None, merge.reason, len(merge.outputs))
+        if kind in done:
+            continue
+        done.add(kind)
+        values = {name: _tensor(model, name) for name in merge.inputs}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                merge_scratch(model, merge, values, device="meta")
+        except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise IncompleteExport(
+                f"{merge.module}: PEFT cannot merge this ({merge.reason}): {error}; export the adapter instead"
+            ) from error
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    path, _, attr = name.rpartition(".")
+    return torch.empty_like(getattr(model.get_submodule(path), attr), device="meta")

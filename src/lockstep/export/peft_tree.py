@@ -1,0 +1,141 @@
+"""A skeleton with PEFT's wrappers in it in; where each module of the plain base model hangs, and under which wrappers, out.
+
+Everything here follows the structure (which class wraps what, in which attribute) and never the text of a name: a user's
+module that is itself called `base_layer` or `modules_to_save` keeps its name.
+
+*wrapper* a module that PEFT put in the place of one of the model's own · *live name* a name in the skeleton ·
+*plain name* the same tensor's name in the base model without PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from peft import PeftMixedModel, PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import nn
+
+from lockstep.errors import IncompleteExport
+from lockstep.sharding.skeleton import skeleton as plain_copy
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A PEFT module around a module of the base model."""
+
+    live: str
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class PlainModule:
+    """A module of the plain base model."""
+
+    name: str
+    """Path in the plain base model; "" for the model itself."""
+    live: str
+    """Path in the skeleton."""
+    module: nn.Module
+    wrappers: tuple[Wrapper, ...]
+    """What PEFT put around it, outermost first."""
+
+
+def walk_plain(model: nn.Module, adapter: str | None) -> Iterator[PlainModule]:
+    """Every module of the plain base model, in its own order; a shared module once per name, as in `state_dict`.
+
+    `adapter`: where it holds a trained copy of a module (modules_to_save), the copy stands in the original's place; None: the
+    original does everywhere.
+    """
+    yield from _visit(model, "", "", adapter)
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The base model as a model of its own, on the meta device: the model itself where PEFT wrapped nothing."""
+    if not any(inner_of(module, None) for module in model.modules()):
+        return model
+    copy = _innermost(plain_copy(model, {}))
+    _cut_wrappers(copy, set())
+    return copy
+
+
+def adapters_of(model: nn.Module) -> tuple[str, ...]:
+    """Names of the adapters that the model has; none where PEFT never touched it."""
+    config = getattr(model, "peft_config", None)
+    return tuple(config) if isinstance(config, Mapping) else ()
+
+
+def check_adapter(model: nn.Module, adapter: str) -> None:
+    """Raises `IncompleteExport` when there is no such adapter."""
+    if adapter not in adapters_of(model):
+        raise IncompleteExport(f"adapter {adapter!r} does not exist; the model has {sorted(adapters_of(model))}")
+
+
+def check_unmerged(model: nn.Module) -> None:
+    """Raises `IncompleteExport` when PEFT has merged an adapter into the live base: that weight is not the base's any more."""
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.merged_adapters:
+            raise IncompleteExport(
+                f"{name}: adapters {list(module.merged_adapters)} are merged into the live model's weights, so neither the base nor "
+                "another merge can be exported from them; call model.unmerge_adapter() first"
+            )
+
+
+def inner_of(module: nn.Module, adapter: str | None) -> tuple[str, nn.Module] | None:
+    """(attribute path, module) of what a PEFT wrapper stands for; None for a module that is not PEFT's."""
+    inner: Any = module
+    if isinstance(module, PeftModel | PeftMixedModel):
+        return "base_model", cast(nn.Module, inner.base_model)
+    if isinstance(module, BaseTuner):
+        return "model", cast(nn.Module, inner.model)
+    if isinstance(module, ModulesToSaveWrapper):
+        if adapter is not None and adapter in module.modules_to_save:
+            return f"modules_to_save.{adapter}", module.modules_to_save[adapter]
+        return "original_module", cast(nn.Module, module._modules["original_module"])
+    if isinstance(module, TrainableTokensWrapper):
+        return "token_adapter", cast(nn.Module, module._modules["token_adapter"])
+    if isinstance(module, BaseTunerLayer):
+        base = module._modules.get("base_layer")  # type: ignore[union-attr]
+        if base is None:
+            raise IncompleteExport(
+                f"{type(module).__name__} is a PEFT layer without a base_layer; its base weights have no plain names: export the adapter"
+            )
+        return "base_layer", base
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        raise IncompleteExport(f"{type(module).__name__} is a PEFT wrapper that is not known here; export the adapter")
+    return None
+
+
+def _visit(module: nn.Module, live: str, name: str, adapter: str | None) -> Iterator[PlainModule]:
+    wrappers = []
+    while (step := inner_of(module, adapter)) is not None:
+        wrappers.append(Wrapper(live, module))
+        path, module = step
+        live = join(live, path)
+    yield PlainModule(name, live, module, tuple(wrappers))
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _visit(child, join(live, child_name), join(name, child_name), adapter)
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    while (step := inner_of(module, None)) is not None:
+        module = step[1]
+    return module
+
+
+def _cut_wrappers(module: nn.Module, seen: set[int]) -> None:
+    """Hang every wrapper's base module where the wrapper hung."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = _innermost(child)
+            _cut_wrappers(cast(nn.Module, module._modules[name]), seen)
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
