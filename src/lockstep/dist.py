@@ -50,6 +50,10 @@ class World:
     control: dist.ProcessGroup | None = None
     """gloo group for agreement and for sums of metrics; None when size is 1."""
     store: dist.Store | None = None
+    data: dist.ProcessGroup | None = None
+    """What tensors travel over; None: the default process group."""
+    ranks: tuple[int, ...] | None = None
+    """Global ranks of this world's ranks, in order, where they differ (a mesh over a part of the job); None: the same."""
     num_agreements: int = 0
     """How many agreements this rank has entered: part of each, so that ranks out of step notice."""
     num_phases: int = 0
@@ -60,6 +64,10 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def rank_of(self, global_rank: int) -> int:
+        """This world's number of a rank of the default process group."""
+        return global_rank if self.ranks is None else self.ranks.index(global_rank)
 
 
 def device_for(name: str, local_rank: int) -> torch.device:

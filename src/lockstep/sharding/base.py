@@ -116,9 +116,9 @@ def gather_flat(pieces: Sequence[Piece], world: World, *, to: Destination, phase
     parts = [torch.empty_like(padded) for _ in range(world.size)] if to == "all" or world.is_main else None
     with data_phase(world, phase):
         if to == "all":
-            dist.all_gather(parts, padded)
+            dist.all_gather(parts, padded, group=world.data)
         else:
-            dist.gather(padded, parts, dst=0)
+            dist.gather(padded, parts, dst=world.ranks[0] if world.ranks else 0, group=world.data)
     return None if parts is None else _unpack(parts, pieces)
 
 
