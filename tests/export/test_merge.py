@@ -1,6 +1,7 @@
 """Merged values, by element ranges and on scratch copies, equal PEFT's own merge in one process to the bit."""
 
 import copy
+import itertools
 import random
 import warnings
 
@@ -21,9 +22,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lockstep.errors import IncompleteExport
-from lockstep.export.merge import MIN_ROWS, RowsMerge, merge_elements, merge_scratch, merge_window
-from lockstep.export.merge_plan import fake_quantizers, plan_merges
+from lockstep.export.merge import RowsMerge, merge_elements, merge_scratch, merge_window
+from lockstep.export.merge_plan import plan_merges
 from lockstep.sharding.skeleton import skeleton
 
 SIZES = {
@@ -90,7 +90,7 @@ def peft_model(case: str, *, base=torch.float32, lora=torch.float32, adapter="de
 
 
 def randomise(name: str, param: nn.Parameter, *, base: torch.dtype, lora: torch.dtype) -> None:
-    if ".base_layer." in name and "lora_" not in name or "original_module" in name:
+    if (".base_layer." in name and "lora_" not in name) or "original_module" in name:
         return
     own = base if "modules_to_save" in name or "token_adapter" in name else lora
     param.data = (torch.randn(param.shape) * 0.1 + ("magnitude" in name)).to(own)
@@ -122,7 +122,7 @@ def cuts(numel: int, ranks: int, rng: random.Random) -> list[int]:
 
 def by_ranges(merge: RowsMerge, live: dict[str, torch.Tensor], borders: list[int]) -> torch.Tensor:
     whole, pieces = live[merge.base].reshape(-1), []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         first, last = merge_window(merge, start=start, stop=stop)
         b = live[merge.b][first:last] if merge.kind == "linear" else live[merge.b]
         first = first if merge.kind == "linear" else 0

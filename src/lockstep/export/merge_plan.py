@@ -28,8 +28,10 @@ from lockstep.export.peft_tree import (
     adapters_of,
     check_adapter,
     check_unmerged,
+    containers_of,
     inner_of,
     join,
+    tensors_of,
     walk_plain,
 )
 from lockstep.model.lora import scaling_of
@@ -89,17 +91,8 @@ def _carriers(module: PlainModule, adapter: str) -> Iterator[Wrapper]:
                 yield wrapper
             continue
         layer = wrapper.module if isinstance(wrapper.module, BaseTunerLayer) and not inside_tokens else None
-        if layer is not None and any(adapter in container for container in _containers(layer).values()):
+        if layer is not None and any(adapter in container for container in containers_of(layer).values()):
             yield wrapper
-
-
-def _containers(layer: BaseTunerLayer) -> dict[str, Any]:
-    """Attribute -> container with one entry per adapter, of everything in which a PEFT layer keeps adapter tensors."""
-    names = (*layer.adapter_layer_names, *layer.other_param_names)
-    found = {name: getattr(layer, name, None) for name in names}
-    return {
-        name: value for name, value in found.items() if isinstance(value, nn.Module) and hasattr(value, "__contains__")
-    }
 
 
 def _rows_merge(module: PlainModule, wrapper: Wrapper, adapter: str) -> RowsMerge | str:
@@ -143,26 +136,27 @@ def _rows_of(
         return f"A {list(a.shape)} and B {list(b.shape)} do not fit {attr} {list(shape)} as a plain product"
     base = join(module.live, attr)
     return RowsMerge(
-        base, *live, kind, scaling_of(layer, adapter), shape, rank, weight.dtype, b.dtype, is_transposed
-    )  # fmt: skip
+        base=base,
+        a=live[0],
+        b=live[1],
+        kind=kind,
+        scaling=scaling_of(layer, adapter),
+        shape=shape,
+        rank=rank,
+        base_dtype=weight.dtype,
+        lora_dtype=b.dtype,
+        is_transposed=is_transposed,
+    )
 
 
 def _scratch_merge(
     module: PlainModule, wrapper: Wrapper, adapter: str, *, reason: str, others: frozenset[str]
 ) -> ScratchMerge:
     """Inputs: every tensor below the wrapper that is not another adapter's. Outputs: the base module's parameters."""
-    skipped = []
-    for path, inner in wrapper.module.named_modules():
-        layer = inner if isinstance(inner, BaseTunerLayer) else None
-        if layer is not None:
-            skipped += [f"{join(path, name)}.{key}" for name in _containers(layer) for key in others]
+    skipped = tensors_of(wrapper.module, others)
     tensors = [name for name, _ in wrapper.module.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in wrapper.module.named_buffers(remove_duplicate=False)]
-    inputs = tuple(
-        join(wrapper.live, name)
-        for name in tensors
-        if not any(name == skip or name.startswith(f"{skip}.") for skip in skipped)
-    )
+    inputs = tuple(join(wrapper.live, name) for name in tensors if name not in skipped)
     known = _changed(wrapper.module, adapter)
     outputs = tuple(
         join(plain.live, name)

@@ -9,11 +9,12 @@ module that is itself called `base_layer` or `modules_to_save` keeps its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from peft import PeftMixedModel, PeftModel
+import torch
+from peft import PeftMixedModel, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
@@ -65,6 +66,61 @@ def adapters_of(model: nn.Module) -> tuple[str, ...]:
     """Names of the adapters that the model has; none where PEFT never touched it."""
     config = getattr(model, "peft_config", None)
     return tuple(config) if isinstance(config, Mapping) else ()
+
+
+def containers_of(layer: BaseTunerLayer) -> dict[str, Any]:
+    """Attribute -> container with one entry per adapter, of everything in which a PEFT layer keeps adapter tensors."""
+    found = {name: getattr(layer, name, None) for name in (*layer.adapter_layer_names, *layer.other_param_names)}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, nn.Module) and hasattr(value, "__contains__") and hasattr(value, "__getitem__")
+    }
+
+
+def tensors_of(model: nn.Module, adapters: Collection[str]) -> set[str]:
+    """Names, in `model`, of the tensors that belong to these adapters: by where PEFT keeps them, not by what they are called."""
+    found: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        kept = {}
+        if isinstance(module, BaseTunerLayer):
+            kept = containers_of(module)
+        elif isinstance(module, ModulesToSaveWrapper):
+            kept = {"modules_to_save": module.modules_to_save}
+        for attr, container in kept.items():
+            for adapter in adapters:
+                if adapter in container:
+                    found |= _names_below(container[adapter], join(path, f"{attr}.{adapter}"))
+    return found
+
+
+def adapter_tensor_names(model: nn.Module, adapter: str, *, with_base_embeddings: bool = False) -> dict[str, str]:
+    """Live name -> name in a PEFT adapter file. `model` is a skeleton: PEFT names stand-ins for its tensors.
+
+    A model that transformers put the adapter on (`model.add_adapter`) gets the prefix that its own `save_pretrained` writes.
+    Base embeddings that PEFT would add to the file are left out unless asked for.
+    Raises `IncompleteExport` when there is no such adapter, or when PEFT makes something else of a tensor than a name.
+    """
+    check_adapter(model, adapter)
+    if with_base_embeddings and not hasattr(model, "get_input_embeddings"):
+        raise IncompleteExport(
+            f"{type(model).__name__} does not say which its embeddings are; export the adapter without them"
+        )
+    stand_ins = {name: torch.empty((index,), device="meta") for index, name in enumerate(model.state_dict())}
+    live = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    named = get_peft_model_state_dict(
+        model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=with_base_embeddings
+    )
+    odd = [name for name, stand_in in named.items() if id(stand_in) not in live]
+    if odd:
+        raise IncompleteExport(
+            f"PEFT computes {odd[0]!r} of adapter {adapter!r} when it saves; such adapters cannot be streamed"
+        )
+    # peft 0.19 tells adapters apart by text, and takes "default2" for "default" too.
+    foreign = tensors_of(model, set(adapters_of(model)) - {adapter})
+    is_transformers_own = not isinstance(model, PeftModel) and getattr(model, "_hf_peft_config_loaded", False)
+    prefix = "base_model.model." if is_transformers_own else ""
+    return {live[id(stand_in)]: prefix + name for name, stand_in in named.items() if live[id(stand_in)] not in foreign}
 
 
 def check_adapter(model: nn.Module, adapter: str) -> None:
@@ -135,6 +191,13 @@ def _cut_wrappers(module: nn.Module, seen: set[int]) -> None:
         if child is not None:
             module._modules[name] = _innermost(child)
             _cut_wrappers(cast(nn.Module, module._modules[name]), seen)
+
+
+def _names_below(entry: Any, path: str) -> set[str]:
+    if not isinstance(entry, nn.Module):
+        return {path}
+    tensors = [*entry.named_parameters(remove_duplicate=False), *entry.named_buffers(remove_duplicate=False)]
+    return {join(path, name) for name, _ in tensors}
 
 
 def join(path: str, name: str) -> str:
