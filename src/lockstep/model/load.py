@@ -41,7 +41,7 @@ class ModelFiles:
 
     path: Path
     config: Any
-    """transformers configuration."""
+    """transformers configuration; None where only the weights were asked for (`find_weights`)."""
     weights: dict[str, Path]
     """Checkpoint name of every stored tensor, and the safetensors file that holds it."""
 
@@ -63,6 +63,19 @@ def find_model(path: str) -> ModelFiles:
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"{folder / 'config.json'} is not a configuration that transformers knows: {error}") from error
     return ModelFiles(folder, config, _weight_index(folder))
+
+
+def find_weights(path: str | Path) -> ModelFiles:
+    """Find a folder's safetensors files; its configuration is not looked at (`config` is None). Raises `ModelError`."""
+    if str(path).startswith("package:"):
+        return find_model(str(path))
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ModelError(
+            f"{str(path)!r} is not a folder (looked at {folder.absolute()}). Give a folder with model.safetensors (or its "
+            "index), or package:NAME; lockstep does not download models"
+        )
+    return ModelFiles(folder, None, _weight_index(folder))
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:

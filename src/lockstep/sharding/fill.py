@@ -1,127 +1,191 @@
-"""A sharded model whose base is on meta and its checkpoint's files in; every rank's own rows, read from the files, out.
+"""A sharded model whose base is on meta and its checkpoint's files in; every rank's own elements, read from the files, out.
 
-No rank holds the whole model where the checkpoint's names map one to one to the model's; where they do not (fused
-experts, renamed modules) each rank loads the checkpoint through transformers, keeps its rows, and says so.
+No rank holds the whole model, nor more of a tensor than the rows that cover its own elements (all of one tensor, where a
+conversion of transformers needs all of it). Names that are stored otherwise (fused experts, other prefixes) are mapped as
+transformers maps them; only where its conversion does not work tensor by tensor does each rank load the whole checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from lockstep.dist import agree, all_or_none
+from lockstep.dist import World, agree, all_or_none
 from lockstep.errors import ModelError
-from lockstep.model.load import ModelFiles, load_whole
-from lockstep.names import checkpoint_name, is_adapter_name
+from lockstep.model.elements import Reader
+from lockstep.model.load import ModelFiles, build_empty, find_model, find_weights
+from lockstep.model.peft_names import base_model, base_names, saved_copies
 from lockstep.sharding.base import ShardedModel
+from lockstep.sharding.buffers import LiveTensors, send_buffers
 from lockstep.sharding.plan import PlannedTensor
 
 log = logging.getLogger(__name__)
 
-ReadRows = Callable[[PlannedTensor, int, int], torch.Tensor]
-"""(tensor, first row, row after the last) -> those rows, in the file's dtype."""
 
+def fill(
+    sharded: ShardedModel, source: ModelFiles | str | Path, *, attention: str = "sdpa", strict: bool = False
+) -> None:
+    """Collective. Give the base model its checkpoint's values, on every rank, before or after an adapter was put in.
 
-def fill(sharded: ShardedModel, files: ModelFiles, *, attention: str) -> None:
-    """Collective. Give every base parameter on meta its values, then load persistent buffers; adapters are left as they are.
+    `source`: a folder with safetensors files, or what `find_model` found there. Every base parameter is read, whether it is
+    on meta or not; of `modules_to_save`, the kept original always and the trained copy if it is on meta. Adapters that are
+    real are left alone. Values are cast to the model's dtypes, tensor by tensor. Persistent buffers come from the files;
+    all others are rank 0's (made by the model's constructor if rank 0's are on meta too), so that all ranks have the same.
 
-    Raises `ModelError` on every rank if one rank cannot read a tensor, or a stored shape is not the model's.
+    A stored tensor that nothing in the model is made of is a warning with its name, and a `ModelError` with `strict` (a model
+    that was stripped of a part leaves that part's tensors unused). Raises `ModelError` on every rank when a tensor is
+    missing, misshapen or of a dtype that cannot be cast, and for an adapter on meta; `RanksDisagree` when ranks have other plans.
+    `attention` is used only where the model must be built (missing buffers) or loaded whole.
     """
-    plan = sharded.plan
-    agree(sharded.world, phase="fill", fingerprint=plan.fingerprint(), describe=plan.lines)
-    with all_or_none(sharded.world, "reading the checkpoint"), torch.no_grad():
-        read = _reader(sharded, files, attention)
-        state: dict[str, Any] = {}
-        for tensor in plan.parameters:
-            if not is_adapter_name(tensor.name):
-                param = _read_shard(sharded, tensor, read)
-                state.update(dict.fromkeys((tensor.name, *tensor.aliases), param))
-        sharded.module.load_state_dict(state, strict=False, assign=True)
-        _fill_buffers(sharded, files, read)
+    world = sharded.world
+    with ExitStack() as opened, torch.no_grad():
+        with all_or_none(world, "opening the checkpoint"):
+            files = source if isinstance(source, ModelFiles) else find_weights(source)
+            reading = _plan_reading(sharded, files, opened, attention=attention)
+            _tell(reading, world, strict=strict)
+        agree(
+            world, phase="fill", fingerprint="\n".join(reading.lines(sharded)), describe=lambda: reading.lines(sharded)
+        )
+        with all_or_none(world, "reading the checkpoint"):
+            _read(sharded, reading)
+            fixed = _buffers_of_rank0(sharded, reading, attention) if world.is_main else {}
+        send_buffers(sharded, [tensor.name for tensor in reading.fixed], fixed)
+    with all_or_none(world, "checking that every tensor has a value"):
         _check_nothing_left(sharded)
 
 
-def _read_shard(sharded: ShardedModel, tensor: PlannedTensor, read: ReadRows) -> nn.Parameter:
-    empty = sharded.module.get_parameter(tensor.name)
-    assert isinstance(empty, DTensor)
-    row_numel = max(tensor.numel // max(tensor.shape[0], 1), 1)
-    start, stop = (bound // row_numel for bound in sharded.ranges(tensor.name)[sharded.world.rank])
-    local = read(tensor, start, stop).to(device=sharded.world.device, dtype=tensor.dtype).contiguous()
-    whole = DTensor.from_local(
-        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
-    )
-    # One Parameter under all its names: assigning keeps tied weights tied.
-    return nn.Parameter(whole, requires_grad=tensor.is_trainable)
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What is read from where: pure names, the same on every rank, and the open files."""
+
+    files: ModelFiles
+    reader: Reader
+    parameters: tuple[tuple[PlannedTensor, str], ...]
+    """What is read, with its plain name; in the order of the files."""
+    buffers: tuple[tuple[PlannedTensor, str], ...]
+    fixed: tuple[PlannedTensor, ...]
+    """Buffers that are not in the files."""
+    plain: dict[str, str]
+    """Plain name of every base tensor, by clean name."""
+
+    def lines(self, sharded: ShardedModel) -> list[str]:
+        """What ranks compare before they read: the plan, and which tensors come from where."""
+        read = sorted(f"from the files: {plain}" for _, plain in (*self.parameters, *self.buffers))
+        return [*sharded.plan.lines(), *read, *(f"from rank 0: buffer {tensor.name}" for tensor in self.fixed)]
 
 
-def _reader(sharded: ShardedModel, files: ModelFiles, attention: str) -> ReadRows:
+def _plan_reading(sharded: ShardedModel, files: ModelFiles, opened: ExitStack, *, attention: str) -> _Reading:
+    """Raises `ModelError` for what is missing or does not fit, before anything is read."""
+    base, copies = base_names(sharded.skeleton), saved_copies(sharded.skeleton)
+    persistent = sharded.skeleton.state_dict().keys()
+    parameters = _parameters_to_read(sharded, base, copies)
+    buffers = [tensor for tensor in sharded.plan.buffers if tensor.name in persistent and tensor.name in base]
+    every = [*parameters, *((tensor, [base[tensor.name]]) for tensor in buffers)]
     wanted = {
-        tensor.name: _stored_name(tensor, files)
-        for tensor in sharded.plan.parameters
-        if not is_adapter_name(tensor.name)
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor, names in every for name in names
     }
-    unmapped = [name for name, stored in wanted.items() if stored is None]
-    if unmapped:
-        log.warning(
-            "%d parameters, the first %r, are stored under other names; each rank reads the whole checkpoint through transformers",
-            len(unmapped),
-            unmapped[0],
+    model = base_model(sharded.skeleton)
+    reader = opened.enter_context(Reader(files, model, wanted, attention=attention))
+    found = reader.matched.sources
+    # Of tied names the files hold one or several: the first that is there.
+    chosen = [(tensor, next((name for name in names if name in found), names[0])) for tensor, names in parameters]
+    stored = [(tensor, base[tensor.name]) for tensor in buffers if base[tensor.name] in found]
+    for _, name in (*chosen, *stored):
+        reader.check(name)
+    chosen.sort(key=lambda pair: reader.place(pair[1]))
+    in_files = {tensor.name for tensor, _ in stored}
+    fixed = tuple(tensor for tensor in sharded.plan.buffers if tensor.name not in in_files)
+    return _Reading(files, reader, tuple(chosen), tuple(stored), fixed, base)
+
+
+def _parameters_to_read(
+    sharded: ShardedModel, base: dict[str, str], copies: dict[str, str]
+) -> list[tuple[PlannedTensor, list[str]]]:
+    """(parameter, plain names that it may be stored under). Raises `ModelError` for adapters without values."""
+    out: list[tuple[PlannedTensor, list[str]]] = []
+    empty: list[str] = []
+    for tensor in sharded.plan.parameters:
+        names = (tensor.name, *tensor.aliases)
+        own = [base[name] for name in names if name in base]
+        if own:
+            out.append((tensor, own))
+        elif sharded.local_flat(tensor.name).is_meta:
+            copied = [copies[name] for name in names if name in copies]
+            if copied:
+                out.append((tensor, copied))
+            else:
+                empty.append(tensor.name)
+    if empty:
+        raise ModelError(
+            f"{len(empty)} adapter tensors are on meta and in no base checkpoint, the first {empty[0]!r}: initialise the adapter "
+            "on real memory, with one seed on every rank, before sharding (inject_lora does), or on rank 0 and shard from there"
         )
-        return _rows_of_whole(files, next(iter(sharded.plan.parameters)).dtype, attention)
-    return _rows_of_files(files)
+    return out
 
 
-def _stored_name(tensor: PlannedTensor, files: ModelFiles) -> str | None:
-    names = [checkpoint_name(name) for name in (tensor.name, *tensor.aliases)]
-    return next((name for name in names if name in files.weights), None)
+def _tell(reading: _Reading, world: World, *, strict: bool) -> None:
+    """Warn about (or refuse) what is not used, and about tensors that only a whole load can give."""
+    known = set(reading.plain.values())
+    unused = [name for name in reading.reader.matched.unused if name not in known]
+    if unused and strict:
+        raise ModelError(
+            f"{len(unused)} tensors of {reading.files.path} are part of nothing in the model, first {unused[:3]}; give the "
+            "checkpoint of this model, or strict=False if a part of the model was left out on purpose"
+        )
+    if unused and world.is_main:
+        log.warning("%d stored tensors are part of nothing in the model, first %s", len(unused), unused[:3])
+    unbuilt = reading.reader.unbuilt()
+    if unbuilt and world.is_main:
+        name, why = next(iter(unbuilt.items()))
+        log.warning(
+            "%d tensors, the first %r, cannot be converted one by one (%s); each rank reads the whole checkpoint through "
+            "transformers",
+            len(unbuilt),
+            name,
+            why.reason,
+        )
 
 
-def _rows_of_files(files: ModelFiles) -> ReadRows:
-    handles = {path: safe_open(path, framework="pt") for path in set(files.weights.values())}
+def _read(sharded: ShardedModel, reading: _Reading) -> None:
+    """Not collective: this rank's elements of every parameter, one after the other, and whole buffers."""
+    for tensor, plain in reading.parameters:
+        start, stop = sharded.ranges(tensor.name)[sharded.world.rank]
+        values = reading.reader.read(plain, start, stop, dim=sharded.shard_dim(tensor.name))
+        sharded.write_local(tensor.name, values)
+    live = LiveTensors(sharded.module)
+    for tensor, plain in reading.buffers:
+        live.write_buffer(tensor, reading.reader.read_tensor(plain), sharded.world.device)
 
-    def read(tensor: PlannedTensor, start: int, stop: int) -> torch.Tensor:
-        stored = _stored_name(tensor, files)
-        if stored is None:
-            raise ModelError(f"{checkpoint_name(tensor.name)!r} is not in {files.path}")
-        rows = handles[files.weights[stored]].get_slice(stored)
-        if tuple(rows.get_shape()) != tensor.shape:
+
+def _buffers_of_rank0(sharded: ShardedModel, reading: _Reading, attention: str) -> dict[str, torch.Tensor]:
+    """Rank 0's values of the buffers that no file holds. Not collective.
+
+    Raises `ModelError` for one that is on meta and that the constructor of the checkpoint's model does not make either.
+    """
+    out = {tensor.name: sharded.buffer(tensor.name) for tensor in reading.fixed}
+    empty = [tensor for tensor in reading.fixed if out[tensor.name].is_meta]
+    if not empty:
+        return out
+    files = reading.files if reading.files.config is not None else find_model(str(reading.files.path))
+    built = dict(build_empty(files, dtype=empty[0].dtype, attention=attention).named_buffers())
+    for tensor in empty:
+        made = built.get(reading.plain.get(tensor.name, ""))
+        if made is None or tuple(made.shape) != tensor.shape:
+            came = "nothing" if made is None else f"shape {list(made.shape)}"
             raise ModelError(
-                f"{files.path}: {stored!r} is stored as {list(rows.get_shape())}; the model has {list(tensor.shape)}"
+                f"buffer {tensor.name!r} {list(tensor.shape)} is on meta and in no file, and the constructor of the checkpoint's "
+                f"model makes {came} for it: build the model with real buffers (build_empty does)"
             )
-        return rows[start:stop] if tensor.shape else handles[files.weights[stored]].get_tensor(stored)
-
-    return read
-
-
-def _rows_of_whole(files: ModelFiles, dtype: torch.dtype, attention: str) -> ReadRows:
-    state = load_whole(files, dtype=dtype, attention=attention, device=torch.device("cpu")).state_dict()
-
-    def read(tensor: PlannedTensor, start: int, stop: int) -> torch.Tensor:
-        whole = state[checkpoint_name(tensor.name)]
-        return whole[start:stop].clone() if tensor.shape else whole
-
-    return read
-
-
-def _fill_buffers(sharded: ShardedModel, files: ModelFiles, read: ReadRows) -> None:
-    """Persistent buffers come from the files; the others were computed by the constructor and only move to the device."""
-    for tensor in sharded.plan.buffers:
-        owner, _, leaf = tensor.name.rpartition(".")
-        module = sharded.module.get_submodule(owner)
-        buffer = module.get_buffer(leaf)
-        if checkpoint_name(tensor.name) in files.weights:
-            buffer = read(tensor, 0, tensor.shape[0] if tensor.shape else 1).to(tensor.dtype)
-        module._buffers[leaf] = buffer.to(sharded.world.device)
+        out[tensor.name] = made.to(tensor.dtype)
+    return out
 
 
 def _check_nothing_left(sharded: ShardedModel) -> None:
-    tensors = [*sharded.module.named_parameters(), *sharded.module.named_buffers()]
-    left = [name for name, tensor in tensors if tensor.is_meta]
+    left = [tensor.name for tensor in sharded.plan.parameters if sharded.local_flat(tensor.name).is_meta]
+    left += [tensor.name for tensor in sharded.plan.buffers if sharded.buffer(tensor.name).is_meta]
     if left:
         raise ModelError(f"{len(left)} tensors got no value from the checkpoint, the first {left[0]!r}")
