@@ -25,7 +25,7 @@ DEFAULT_MIN_PARAMS = 1_000_000
 # They have no forward, so no hook of theirs ever runs: FSDP cannot gather for them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # What every PEFT layer calls the module that it took the place of.
-_WRAPPED_BY_PEFT = frozenset({"base_layer", "original_module"})
+_WRAPPED_BY_PEFT = frozenset({"base_layer", "original_module", "token_adapter"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,11 @@ class MinParams:
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """One unit per module whose clean name matches one of these globs; the only policy that may nest units."""
+    """One unit per module whose clean name matches one of these globs; the only policy that may nest units.
+
+    `*` stays within one part of a dotted name, so that `model.layers.*` is the layers and nothing inside them; `**` stands
+    for any number of parts: `**.mlp`.
+    """
 
     globs: tuple[str, ...]
 
@@ -205,7 +209,7 @@ def _by_glob(tree: ModuleTree, globs: Sequence[str]) -> list[str]:
     names = [name for name in tree.nodes if name]
     chosen: set[str] = set()
     for glob in globs:
-        matches = [name for name in names if fnmatch.fnmatchcase(name, glob)]
+        matches = [name for name in names if _matches(name.split("."), glob.split("."))]
         if not matches:
             near = difflib.get_close_matches(glob, names, n=4, cutoff=0.3) or names[:4]
             raise ModelError(f"sharding: glob {glob!r} matches no module; names there are, for example, {near}")
@@ -216,6 +220,14 @@ def _by_glob(tree: ModuleTree, globs: Sequence[str]) -> list[str]:
             )
         chosen |= {name for name in matches if tree.can_be_unit(name)}
     return [name for name in names if name in chosen]
+
+
+def _matches(parts: Sequence[str], globs: Sequence[str]) -> bool:
+    if not globs:
+        return not parts
+    if globs[0] == "**":
+        return any(_matches(parts[skip:], globs[1:]) for skip in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], globs[0]) and _matches(parts[1:], globs[1:])
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
