@@ -42,6 +42,8 @@ def fill(
     `attention` is used only where the model must be built (missing buffers) or loaded whole.
     """
     world = sharded.world
+    # Values written beside what a forward left gathered would not be seen by the next one (pytorch#131965).
+    sharded.settle()
     with ExitStack() as opened, torch.no_grad():
         with all_or_none(world, "opening the checkpoint"):
             files = source if isinstance(source, ModelFiles) else find_weights(source)
