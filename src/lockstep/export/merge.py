@@ -84,7 +84,7 @@ def merge_window(merge: RowsMerge, *, start: int, stop: int) -> tuple[int, int]:
     if merge.kind != "linear":
         return (0, merge.shape[-1])
     width = merge.shape[1]
-    return _widen(start // width, -(-stop // width), merge.shape[0])
+    return _widen(start // width, -(-stop // width), 0, merge.shape[0])
 
 
 def merge_elements(
@@ -92,26 +92,28 @@ def merge_elements(
 ) -> torch.Tensor:
     """A new tensor: elements [start, start + len(base)) of the merged weight, row-major, in the base's dtype.
 
-    base: those elements of W, 1-D; it is only read. a: the whole of A. b: the whole of B, or for "linear" the rows from `first_row` on
-    that `merge_window` names. Beside the result it needs about `_CHUNK_ELEMENTS` elements (experts: one expert's delta).
-    Raises `ValueError` when B's rows do not cover the window.
+    base: those elements of W, 1-D; it is only read. a: the whole of A. b: the whole of B, or for "linear" rows of it from
+    `first_row` on: those of the range, and `MIN_ROWS` in all where B has so many. Beside the result it needs about
+    `_CHUNK_ELEMENTS` elements (experts: one expert's delta). Raises `ValueError` when B's rows are not enough.
     """
     merged = base.detach().clone()
     stop = start + merged.numel()
     if not merged.numel():
         return merged
-    need = merge_window(merge, start=start, stop=stop)
-    if merge.kind == "linear" and not first_row <= need[0] <= need[1] <= first_row + b.shape[0]:
-        raise ValueError(
-            f"{merge.base}: elements {start} to {stop} need rows {need[0]} to {need[1]} of {merge.b}, "
-            f"rows {first_row} to {first_row + b.shape[0]} came; gather what merge_window names"
-        )
     row = merged_row_elements(merge)  # elements per row of W (experts: per expert)
     rows = merge.shape[0]
+    low_row, high_row = (first_row, first_row + b.shape[0]) if merge.kind == "linear" else (0, rows)
+    is_covered = low_row <= start // row and -(-stop // row) <= high_row
+    if not is_covered or high_row - low_row < min(MIN_ROWS, rows):
+        need = merge_window(merge, start=start, stop=stop)
+        raise ValueError(
+            f"{merge.base}: elements {start} to {stop} need rows {need[0]} to {need[1]} of {merge.b}, "
+            f"rows {low_row} to {high_row} came; gather what merge_window names"
+        )
     step = 1 if merge.kind == "experts" else max(MIN_ROWS, _CHUNK_ELEMENTS // row)
     for first in range(start // row, -(-stop // row), step):
         last = min(first + step, -(-stop // row))
-        window = (first, last) if merge.kind == "experts" else _widen(first, last, rows)
+        window = (first, last) if merge.kind == "experts" else _widen(first, last, low_row, high_row)
         delta = _delta(merge, a, b, window, first_row).reshape(-1)
         low, high = max(start, first * row), min(stop, last * row)
         merged[low - start : high - start] += delta[low - window[0] * row : high - window[0] * row]
@@ -123,10 +125,10 @@ def merged_row_elements(merge: RowsMerge) -> int:
     return merge.shape[1] * merge.shape[2] if merge.kind == "experts" else merge.shape[1]
 
 
-def _widen(first: int, last: int, rows: int) -> tuple[int, int]:
-    """At least MIN_ROWS rows around [first, last), where there are that many."""
-    last = max(last, min(rows, first + MIN_ROWS))
-    return max(0, min(first, last - MIN_ROWS)), last
+def _widen(first: int, last: int, low: int, high: int) -> tuple[int, int]:
+    """At least MIN_ROWS rows around [first, last), where there are that many in [low, high)."""
+    last = max(last, min(high, first + MIN_ROWS))
+    return max(low, min(first, last - MIN_ROWS)), last
 
 
 def _delta(merge: RowsMerge, a: torch.Tensor, b: torch.Tensor, window: tuple[int, int], first_row: int) -> torch.Tensor:
