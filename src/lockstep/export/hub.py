@@ -200,7 +200,7 @@ def _saved(plain: PreTrainedModel, slots: Mapping[str, _Slot]) -> dict[str, _Slo
 
 def _converted(plain: PreTrainedModel, saved: Mapping[str, _Slot]) -> tuple[HubTensor, ...]:
     """The whole conversion once, without values; then what it makes of each tensor that it does more to than rename."""
-    state = {name: torch.empty_like(slot.tensor, device="meta") for name, slot in saved.items()}
+    state = {name: slot.tensor.detach() for name, slot in saved.items()}  # one object per name, also for tied weights
     whole = _revert(plain, state)
     source = {id(tensor): name for name, tensor in state.items()}
     renamed = {source[id(tensor)]: name for name, tensor in whole.items() if id(tensor) in source}

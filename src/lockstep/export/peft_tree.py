@@ -20,7 +20,6 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, Tra
 from torch import nn
 
 from lockstep.errors import IncompleteExport
-from lockstep.sharding.skeleton import skeleton as plain_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,10 @@ def walk_plain(model: nn.Module, adapter: str | None) -> Iterator[PlainModule]:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The base model as a model of its own, on the meta device: the model itself where PEFT wrapped nothing."""
+    """The base model as a model of its own: new modules over the skeleton's parameters; the skeleton itself without PEFT in it."""
     if not any(inner_of(module, None) for module in model.modules()):
         return model
-    copy = _innermost(plain_copy(model, {}))
-    _cut_wrappers(copy, set())
-    return copy
+    return _without_wrappers(model, {})
 
 
 def adapters_of(model: nn.Module) -> tuple[str, ...]:
@@ -81,6 +78,8 @@ def containers_of(layer: BaseTunerLayer) -> dict[str, Any]:
 def tensors_of(model: nn.Module, adapters: Collection[str]) -> set[str]:
     """Names, in `model`, of the tensors that belong to these adapters: by where PEFT keeps them, not by what they are called."""
     found: set[str] = set()
+    if not adapters:
+        return found
     for path, module in model.named_modules(remove_duplicate=False):
         kept = {}
         if isinstance(module, BaseTunerLayer):
@@ -176,21 +175,17 @@ def _visit(module: nn.Module, live: str, name: str, adapter: str | None) -> Iter
             yield from _visit(child, join(live, child_name), join(name, child_name), adapter)
 
 
-def _innermost(module: nn.Module) -> nn.Module:
+def _without_wrappers(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     while (step := inner_of(module, None)) is not None:
         module = step[1]
-    return module
-
-
-def _cut_wrappers(module: nn.Module, seen: set[int]) -> None:
-    """Hang every wrapper's base module where the wrapper hung."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = _innermost(child)
-            _cut_wrappers(cast(nn.Module, module._modules[name]), seen)
+    if id(module) not in done:
+        copy = cast(nn.Module, object.__new__(type(module)))
+        done[id(module)] = copy
+        copy.__dict__.update(module.__dict__)
+        copy.__dict__["_modules"] = {
+            name: None if child is None else _without_wrappers(child, done) for name, child in module._modules.items()
+        }
+    return done[id(module)]
 
 
 def _names_below(entry: Any, path: str) -> set[str]:
