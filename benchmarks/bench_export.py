@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from export_measure import Cost, Method, Timing, cost_of, time_methods, time_once
+from export_measure import Cost, Method, Timing, cost_of, profile_of, time_methods, time_once
 from export_subjects import SUBJECTS, WIRE, Subject, build_subject, fingerprint
 from export_verl import verl_adapter, verl_merged
 
@@ -51,14 +51,16 @@ def main() -> None:
         name, _, ranks = case.partition(":")
         if name not in SUBJECTS or not ranks.isdecimal():
             raise SystemExit(f"--cases: expected NAME:RANKS with a name of {SUBJECTS}, {case!r} came")
-        of_case = run_ranks(int(ranks), measure, name, args.rounds, args.bucket_mib * _MiB, timeout_s=3600.0)[0]
+        of_case = run_ranks(
+            int(ranks), measure, name, args.rounds, args.bucket_mib * _MiB, args.profile, timeout_s=3600.0
+        )[0]
         print_rows(of_case)
         rows += of_case
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
 
 
-def measure(world: World, name: str, rounds: int, bucket_bytes: int) -> list[Row]:
+def measure(world: World, name: str, rounds: int, bucket_bytes: int, is_profiled: bool) -> list[Row]:
     """Collective. Build, check, time, count: the rows of one model at one number of ranks (the same on every rank)."""
     subject = build_subject(name, world)
     case = f"{name}, {world.size} ranks"
@@ -72,6 +74,8 @@ def measure(world: World, name: str, rounds: int, bucket_bytes: int) -> list[Row
         timings = time_methods(runs | _floors(nbytes, world), rounds=rounds)
         costs = {method: cost_of(run) for method, run in runs.items()}
         rows += [Row(case, kind, key, timings[key], costs.get(key), notes.get(key, "")) for key in timings]
+        if is_profiled:
+            _print_profiles(kind, runs, world)
         rows += _first_exports(case, kind, subject, bucket_bytes, rounds=3)
     return rows
 
@@ -183,6 +187,15 @@ def _first_exports(case: str, kind: str, subject: Subject, bucket_bytes: int, *,
     return [Row(case, kind, "lockstep to all, attached anew", timing, None, f"median of {rounds}")]
 
 
+def _print_profiles(kind: str, runs: dict[str, Method], world: World) -> None:
+    """Collective. Rank 0's tables of lockstep's methods."""
+    for method, run in runs.items():
+        if method.startswith("lockstep"):
+            table = profile_of(run)
+            if world.is_main:
+                print(f"\n{kind}, {method}, rank 0\n{table}", flush=True)
+
+
 def print_rows(rows: list[Row]) -> None:
     """Seconds, the ratio to verl in the same run, and MiB on rank 0 / on the rank that has most of the others."""
     print(f"\n{rows[0].case}")
@@ -207,6 +220,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", default=CASES, help="NAME:RANKS, comma-separated")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of every method")
     parser.add_argument("--bucket-mib", type=int, default=4, help="lockstep's bucket_bytes, in MiB")
+    parser.add_argument("--profile", action="store_true", help="also print where lockstep's time goes")
     parser.add_argument("--json", type=Path, help="also write every number here")
     return parser.parse_args()
 

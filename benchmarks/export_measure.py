@@ -86,6 +86,14 @@ def cost_of(method: Method) -> Cost:
     return Cost(peaks, received, calls)
 
 
+def profile_of(method: Method, *, rows: int = 12) -> str:
+    """Collective. Where one run's time goes on this rank: operators and lockstep's own phases, by self time."""
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        method()
+    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=40)
+
+
 def _peak_nbytes(method: Method) -> int:
     """The profiler sees every allocation of torch's CPU allocator, also those that gloo makes inside a collective.
 

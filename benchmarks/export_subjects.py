@@ -112,4 +112,8 @@ def _plain(name: str) -> nn.Module:
 
 def _merged(model: PeftModel) -> dict[str, torch.Tensor]:
     merged = cast(nn.Module, copy.deepcopy(model).merge_and_unload())
-    return {key: value.detach().to(WIRE) for key, value in merged.state_dict().items()}
+    on_wire: dict[int, torch.Tensor] = {}
+    values = {}
+    for key, value in merged.state_dict().items():
+        values[key] = on_wire.setdefault(value.data_ptr(), value.detach().to(WIRE))
+    return values

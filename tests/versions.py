@@ -1,8 +1,8 @@
 """Versions of torch, transformers and peft in; one line per combination, saying how the export suite ended, out.
 
-Every pair of versions meets in one combination at least. Each combination gets an environment of its own, which is removed
-when it is done. A combination that cannot be installed is a line too: what this index offers decides (a torch built for
-CUDA runs on a machine without a GPU, but pulls gigabytes).
+Every pair of versions meets in one combination at least. Each torch gets a fresh environment, in which peft and transformers
+change between its combinations; it is removed after the last. A combination that cannot be installed is a line too: what
+this index offers decides (a torch built for CUDA runs on a machine without a GPU, but pulls about 3 GB).
 
     python tests/versions.py [--torch 2.13.0] [--peft 0.19.1] [--transformers newest] [--tests tests/export tests/sharding]
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import platform
 import re
@@ -61,40 +62,35 @@ def main() -> None:
     chosen = [Combination(args.torch, args.transformers, args.peft)] if args.torch else list(COMBINATIONS)
     print(f"{datetime.date.today()}, Python {platform.python_version()}, {' '.join(args.tests)}", flush=True)
     all_passed = True
-    for combination in chosen:
-        start = time.monotonic()
-        passed, outcome = run(combination, args.tests, keep=args.keep)
-        all_passed &= passed
-        print(
-            f"{combination} {'ok    ' if passed else 'FAILED'} {outcome}, {time.monotonic() - start:.0f} s", flush=True
-        )
+    for torch_version, group in itertools.groupby(chosen, key=lambda combination: combination.torch):
+        folder = fresh_environment(torch_version)
+        for combination in group:
+            start = time.monotonic()
+            problem = install(combination, folder)
+            passed, outcome = (False, f"not installed: {problem}") if problem else run_tests(folder, args.tests)
+            all_passed &= passed
+            seconds = time.monotonic() - start
+            print(f"{combination} {'ok    ' if passed else 'FAILED'} {outcome}, {seconds:.0f} s", flush=True)
+        if not args.keep:
+            shutil.rmtree(folder)
     sys.exit(not all_passed)
 
 
-def run(combination: Combination, tests: list[str], *, keep: bool) -> tuple[bool, str]:
-    """Install, test, remove. Whether the suite passed, and how it ended in words."""
-    folder = VENVS / re.sub(r"\W+", "-", str(combination))
-    try:
-        problem = install(combination, folder)
-        if problem:
-            return False, f"not installed: {problem}"
-        return run_tests(folder, tests)
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+def fresh_environment(torch_version: str) -> Path:
+    folder = VENVS / f"torch-{torch_version}"
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    return folder
 
 
 def install(combination: Combination, folder: Path) -> str:
-    """Make the environment. The installer's own last error, or nothing."""
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    """Bring an environment to these versions. The installer's own last error, or nothing."""
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(kept_constraints((ROOT / "constraints.txt").read_text().splitlines())) + "\n")
     wanted = [_requirement(name, getattr(combination, name)) for name in ("torch", "transformers", "peft")]
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
-    done = subprocess.run(
-        [*pip, *wanted, "--editable", f"{ROOT}[dev]"], capture_output=True, text=True, timeout=INSTALL_LIMIT_S
-    )
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--upgrade"]
+    command = [*pip, "--constraint", str(constraints), *wanted, "--editable", f"{ROOT}[dev]"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     return "" if done.returncode == 0 else (errors or done.stderr.splitlines() or ["no message"])[-1]
 
@@ -102,7 +98,8 @@ def install(combination: Combination, folder: Path) -> str:
 def run_tests(folder: Path, tests: list[str]) -> tuple[bool, str]:
     """Run pytest in the environment. Its output is left in a file next to it."""
     python = str(folder / "bin" / "python")
-    log = folder.with_suffix(".log")
+    versions = _versions(python)
+    log = VENVS / f"{re.sub(r'[^A-Za-z0-9.]+', '-', versions)}.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w") as file:
         done = subprocess.run(
@@ -115,7 +112,7 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[bool, str]:
         )
     lines = log.read_text().splitlines()
     summary = lines[-1].strip("= ") if lines else "no output"
-    return done.returncode == 0, f"{summary} ({_versions(python)}; {log.relative_to(ROOT)})"
+    return done.returncode == 0, f"{summary} ({versions}; {log.relative_to(ROOT)})"
 
 
 def kept_constraints(lines: list[str]) -> list[str]:
