@@ -52,7 +52,11 @@ LOADABLE = [name for name in MODELS if name not in ("qwen2vl", "qwen3omni")]
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return MODELS[name]().to(dtype)
+    model = MODELS[name]()
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():  # some constructors leave memory as it was, or all zero
+        param.data = torch.randn(param.shape, generator=generator) * 0.2
+    return model.to(dtype)
 
 
 def with_lora(model: PreTrainedModel, adapter: str = "default", **options):
@@ -188,7 +192,16 @@ def test_a_users_own_names_survive():
     wanted = Odd().state_dict()
     assert sorted(export(model)) == sorted(wanted) == sorted(export(Odd()))
     merged = export(model, "default")
-    same(merged, copy.deepcopy(model).merge_and_unload().state_dict())
+    alone = copy.deepcopy(model).base_model.model  # PEFT takes Odd for one of its layers, and cannot merge the whole
+    first, second = alone.base_layer["module"], alone.base_model[0]
+    first.merge()
+    second.merge()
+    changed = {"base_layer.module": first.base_layer, "base_model.0": second.base_layer}
+    changed["base_layer.modules_to_save"] = alone.base_layer["modules_to_save"].modules_to_save["default"]
+    for path, layer in changed.items():
+        assert torch.equal(merged[f"{path}.weight"], layer.weight)
+        assert not torch.equal(merged[f"{path}.weight"], export(model)[f"{path}.weight"])
+    assert sorted(merged) == sorted(wanted)
     assert sorted(plain_names(skeleton(model, {})).values()) == sorted(wanted)
 
 
@@ -337,7 +350,10 @@ def test_adapter_names_and_values_are_pefts_own(case, adapter):
         model.add_adapter(f"{adapter}2", LoraConfig(r=3, **second))
     live = tensors(model)
     named = adapter_names(skeleton(model, {}), adapter)
-    wanted = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    # Given a state dict, PEFT does not look at the shapes: its check takes a LoRA bias for a shard and warns.
+    wanted = get_peft_model_state_dict(
+        model, state_dict=model.state_dict(), adapter_name=adapter, save_embedding_layers=False
+    )
     same({file: live[source] for source, file in named.items()}, wanted)
 
 
@@ -357,7 +373,9 @@ def test_base_embeddings_are_named_only_when_asked_for():
         adapter_names(skeleton(with_lora(Odd(), target_modules=["module"]), {}), "default", with_base_embeddings=True)
 
 
-def test_an_adapter_that_transformers_put_on_is_named_as_it_saves_it(tmp_path):
+def test_an_adapter_that_transformers_put_on_is_named_as_it_saves_it(tmp_path, monkeypatch):
+    # transformers 5.24 asks for a newer PEFT than there is; what is under test does not depend on it.
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
     model = make("llama")
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="mine")
     fill_adapters(model)
