@@ -7,6 +7,7 @@ every rank. Anything else is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.dist import World, agree
 from lockstep.errors import ModelError
 from lockstep.sharding.base import Ranges
-from lockstep.sharding.live import LiveModel, LiveSlot, parameter_slots, plan_of, set_sync
+from lockstep.sharding.live import LiveModel, LiveSlot, parameter_slots, plan_of, set_sync, unit_names
 from lockstep.sharding.plan import ShardingPlan
-from lockstep.sharding.skeleton import Slot, skeleton, walk
+from lockstep.sharding.skeleton import Slot, skeleton
 
 
 @dataclass(slots=True)
@@ -101,9 +102,8 @@ class FSDP2Model(LiveModel):
         self.module = module
         self.settle()
         held = row_shards(module, world, fill_device=fill_device or world.device)
-        plain = skeleton(module, _whole_shapes(held))
-        names = [name for name, live in walk(module) if isinstance(live, FSDPModule)]
-        plan = plan or plan_of(plain, names)
+        plain = skeleton(module, whole_shapes(held))
+        plan = plan or plan_of(plain, unit_names(module, FSDPModule))
         super().__init__(module, plain, plan, world, {tensor.name: held[tensor.name] for tensor in plan.parameters})
 
     def set_gradient_sync(self, on: bool) -> None:
@@ -155,7 +155,8 @@ def row_shards(module: nn.Module, world: World, *, fill_device: torch.device) ->
     return out
 
 
-def _whole_shapes(held: dict[str, RowShard]) -> dict[Slot, nn.Parameter]:
+def whole_shapes(held: Mapping[str, RowShard]) -> dict[Slot, nn.Parameter]:
+    """For the skeleton: a meta parameter of the whole shape for the slots of every DTensor."""
     out: dict[Slot, nn.Parameter] = {}
     for each in {id(shard): shard for shard in held.values()}.values():
         param = each.trained

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.dist import World
 from lockstep.errors import ModelError
 from lockstep.model.lora import reference_policy
+from lockstep.names import clean_name
 from lockstep.sharding.base import Ranges
 from lockstep.sharding.plan import PlannedTensor, ShardingPlan, ShardUnit
 from lockstep.sharding.skeleton import unwrap, walk
@@ -139,24 +140,32 @@ def parameter_slots(module: nn.Module) -> Iterator[tuple[str, LiveSlot]]:
     """(clean name, slot) of every registered parameter, tied ones once per name, in the model's order."""
     for name, live in walk(module):
         for attr, param in live._parameters.items():
-            if param is not None:
+            if param is not None and attr != "_flat_param":  # FSDP1's own, not one of the model's
                 yield f"{name}.{attr}" if name else attr, (live, attr)
+
+
+def unit_names(module: nn.Module, kind: type | tuple[type, ...]) -> list[str]:
+    """Clean names of the modules of a class (a backend's own), in the model's order; the root is not among them."""
+    names = [clean_name(name) for name, each in module.named_modules() if isinstance(each, kind)]
+    return [name for name in dict.fromkeys(names) if name]
 
 
 def plan_of(skeleton: nn.Module, units: Sequence[str]) -> ShardingPlan:
     """The plan of a model that is wrapped already: each parameter belongs to the nearest of these modules (the root always).
 
-    A parameter that two units share belongs to the root, as in `plan_sharding`.
+    A parameter that two units share belongs to the root, as in `plan_sharding`; a module that no parameter is left for is none.
     """
-    inner = [name for name in units if name]
-    parameters = _by_unit(skeleton.named_parameters(remove_duplicate=False), inner)
-    buffers = _by_unit(skeleton.named_buffers(remove_duplicate=False), inner)
+    parameters = _by_unit(skeleton.named_parameters(remove_duplicate=False), units, set())
+    kept = [name for name in units if name in parameters]
+    buffers = _by_unit(skeleton.named_buffers(remove_duplicate=False), kept, _volatile(skeleton))
     return ShardingPlan(
-        tuple(ShardUnit(name, tuple(parameters.get(name, ())), tuple(buffers.get(name, ()))) for name in [*inner, ""])
+        tuple(ShardUnit(name, tuple(parameters.get(name, ())), tuple(buffers.get(name, ()))) for name in [*kept, ""])
     )
 
 
-def _by_unit(named: Iterator[tuple[str, torch.Tensor]], units: Sequence[str]) -> dict[str, list[PlannedTensor]]:
+def _by_unit(
+    named: Iterator[tuple[str, torch.Tensor]], units: Sequence[str], volatile: set[str]
+) -> dict[str, list[PlannedTensor]]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in named:
@@ -166,10 +175,26 @@ def _by_unit(named: Iterator[tuple[str, torch.Tensor]], units: Sequence[str]) ->
     out: dict[str, list[PlannedTensor]] = {}
     for key, tensor in tensors.items():
         owners = {_nearest(name, known) for name in names[key]}
-        first, *others = names[key]
-        planned = PlannedTensor(first, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(others))
+        planned = PlannedTensor(
+            name=names[key][0],
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            is_trainable=tensor.requires_grad,
+            aliases=tuple(names[key][1:]),
+            is_contiguous=tensor.is_contiguous(),
+            is_persistent=any(name not in volatile for name in names[key]),
+        )
         out.setdefault(owners.pop() if len(owners) == 1 else "", []).append(planned)
     return out
+
+
+def _volatile(skeleton: nn.Module) -> set[str]:
+    """Names of the buffers that are not in the state dict."""
+    return {
+        f"{name}.{attr}" if name else attr
+        for name, module in skeleton.named_modules(remove_duplicate=False)
+        for attr in module._non_persistent_buffers_set
+    }
 
 
 def _nearest(name: str, units: set[str]) -> str:

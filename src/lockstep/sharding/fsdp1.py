@@ -1,0 +1,223 @@
+"""A model that PyTorch's FSDP1 (`FullyShardedDataParallel`) wraps in; `ShardedModel` over its flat parameters out.
+
+Nothing is ever un-sharded: this rank's part of each flat parameter is read where FSDP1 keeps it, and every rank's ranges
+follow from the flat parameter's own account of what it flattened.
+
+*flat parameter* all parameters of one unit in a row, with padding between them (`use_orig_params=True`) and behind them, cut
+into one equal part per rank; *part* what one rank has of it.
+
+Private attributes relied on (alike in torch 2.6 and 2.13): of a wrapper `_handle`, `_inter_node_pg`, `_sync_gradients`; of a
+handle `flat_param`, `process_group`, `uses_sharded_strategy`, `_use_orig_params`; of a flat parameter `_local_shard` (from the
+first forward on), `_sharded_size`, `_shapes`, `_contiguities`, `_fqns`, `_param_infos`, `_shared_param_infos`,
+`_numels_with_padding`, `_is_padding_mask`, `_param_extensions`, `_params`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lockstep.dist import World, data_phase
+from lockstep.errors import ModelError
+from lockstep.sharding.base import Ranges
+from lockstep.sharding.fsdp2 import row_shards, whole_ranges, whole_shapes
+from lockstep.sharding.live import Holding, LiveModel, plan_of, unit_names
+from lockstep.sharding.plan import ShardingPlan
+from lockstep.sharding.skeleton import Slot, skeleton, walk
+
+
+@dataclass(slots=True)
+class FlatShard:
+    """A `Holding`: one of the tensors in a flat parameter."""
+
+    wrapper: FullyShardedDataParallel
+    flat: Any
+    """The wrapper's flat parameter."""
+    index: int
+    """Which of the flat parameter's tensors it is, padding not counted."""
+    ranges: Ranges
+    part: slice
+    """Where this rank's elements lie in its part of the flat parameter."""
+    is_owner: bool
+    """Is this rank's copy the one that counts (first replica)?"""
+    dim: int = 0
+
+    @property
+    def layout(self) -> str:
+        kind = "original parameters kept" if self._keeps_originals else "originals replaced"
+        return f"FSDP1 flat parameter of {len(self.flat._shapes)} tensors, part of {self.flat._sharded_size.numel()}, {kind}"
+
+    @property
+    def trained(self) -> nn.Parameter:
+        return self.flat._params[self.index] if self._keeps_originals else self.flat
+
+    @property
+    def _keeps_originals(self) -> bool:
+        return cast(Any, self.wrapper)._handle._use_orig_params
+
+    def read(self) -> torch.Tensor:
+        return self._local()[:0] if not self.is_owner else self._local()
+
+    def write(self, values: torch.Tensor) -> None:
+        if self.is_owner:
+            self._local().copy_(values)
+
+    def is_current(self) -> bool:
+        handle = cast(Any, self.wrapper)._handle
+        if handle is None or handle.flat_param is not self.flat:
+            return False
+        if not handle._use_orig_params:
+            return True
+        info = self.flat._param_infos[self.index]
+        now = info.module._parameters.get(info.param_name)
+        # During forward and backward FSDP1 hangs plain views of the gathered parameter there.
+        return now is self.flat._params[self.index] or not isinstance(now, nn.Parameter)
+
+    def _local(self) -> torch.Tensor:
+        return local_part(self.flat)[self.part]
+
+
+class FSDP1Model(LiveModel):
+    """`ShardedModel` over FSDP1, whoever wrapped the model: any sharding strategy, original parameters kept or not."""
+
+    def __init__(self, module: nn.Module, world: World, *, plan: ShardingPlan | None = None):
+        """Not collective. Without `plan`, the units are the wrapped modules. Raises `ModelError` naming what is not supported."""
+        self._wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        held: dict[Slot, FlatShard] = {}
+        whole: dict[Slot, nn.Parameter] = {}
+        for wrapper in self._wrappers:
+            if cast(Any, wrapper)._handle is not None:
+                _read_flat(wrapper, world, held, whole)
+        # What FSDP1 was told to ignore is whole on every rank. Its kept originals hang in slots too, and are in `held`.
+        plain = {
+            name: shard
+            for name, shard in row_shards(module, world, fill_device=world.device).items()
+            if not any((id(live), attr) in held for live, attr in shard.slots)
+        }
+        copy = skeleton(module, whole | whole_shapes(plain))
+        plan = plan or plan_of(copy, unit_names(module, FullyShardedDataParallel))
+        lives = dict(walk(module))
+        holdings: dict[str, Holding] = {}
+        for tensor in plan.parameters:
+            path, _, attr = tensor.name.rpartition(".")
+            flat = held.get((id(lives[path]), attr))
+            holdings[tensor.name] = plain[tensor.name] if flat is None else flat
+        super().__init__(module, copy, plan, world, holdings)
+
+    def set_gradient_sync(self, on: bool) -> None:
+        for wrapper in self._wrappers:  # what `no_sync()` does, which is a context manager
+            cast(Any, wrapper)._sync_gradients = on
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Collective. As FSDP1's own, which wants its wrapper at the root and warns on ranks whose parts hold no gradient."""
+        grads = [param.grad for _, param in self.trainable() if param.grad is not None]
+        counted = [grad for grad, is_owner in self._owned_grads() if is_owner]
+        squares = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        for norm in torch._foreach_norm([grad.float() for grad in counted]) if counted else ():
+            squares += norm.to(squares.device).square()
+        if self.world.size > 1:
+            with data_phase(self.world, "norm of gradients"):
+                dist.all_reduce(squares, group=self.world.data)
+        norm = math.sqrt(squares.item())
+        if norm > max_norm:
+            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+        return norm
+
+    def _owned_grads(self) -> Iterator[tuple[torch.Tensor, bool]]:
+        """Every gradient once, and whether this rank counts it: of what several ranks hold alike, only the first does."""
+        seen: set[int] = set()
+        for tensor in self.plan.parameters:
+            held = self._holdings[tensor.name]
+            param = held.trained
+            if tensor.is_trainable and param.grad is not None and id(param) not in seen:
+                seen.add(id(param))
+                yield param.grad, cast(Any, held).is_owner
+
+
+def local_part(flat: Any) -> torch.Tensor:
+    """This rank's part of a flat parameter, in full precision: it stays where it is while the unit is gathered."""
+    part = flat._local_shard if hasattr(flat, "_local_shard") else flat.data
+    return part.detach()
+
+
+def _read_flat(
+    wrapper: FullyShardedDataParallel, world: World, held: dict[Slot, FlatShard], whole: dict[Slot, nn.Parameter]
+) -> None:
+    """Add the wrapper's tensors to `held` and their whole shapes to `whole`, by slot; tied slots share one entry."""
+    handle = cast(Any, wrapper)._handle
+    flat = handle.flat_param
+    _refuse_odd(flat)
+    offsets = _offsets(flat)
+    holders = _holders(wrapper, world)
+    dtype = local_part(flat).dtype
+    for index, (info, shape) in enumerate(zip(flat._param_infos, flat._shapes, strict=True)):
+        slot = (id(info.module), info.param_name)
+        held[slot] = _shard(wrapper, index, (offsets[index], shape.numel()), holders, world)
+        trains = flat._params[index].requires_grad if handle._use_orig_params else flat.requires_grad
+        whole[slot] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=trains)
+    for shared in flat._shared_param_infos:
+        slot, first = (id(shared.module), shared.param_name), (id(shared.prim_module), shared.prim_param_name)
+        held[slot], whole[slot] = held[first], whole[first]
+
+
+def _shard(
+    wrapper: FullyShardedDataParallel, index: int, place: tuple[int, int], holders: list[int], world: World
+) -> FlatShard:
+    """`place`: (offset in the flat parameter, number of elements). `holders`: the ranks of the first replica, in order."""
+    offset, numel = place
+    flat = cast(Any, wrapper)._handle.flat_param
+    if len(holders) == 1:
+        return FlatShard(
+            wrapper, flat, index, whole_ranges(numel, world.size), slice(offset, offset + numel), world.is_main
+        )
+    part = flat._sharded_size.numel()
+    bounds = [min(max(position * part - offset, 0), numel) for position in range(len(holders) + 1)]
+    ranges: list[tuple[int, int]] = []
+    for rank in range(world.size):
+        last = ranges[-1][1] if ranges else 0
+        at = holders.index(rank) if rank in holders else None
+        ranges.append((last, last) if at is None else (bounds[at], bounds[at + 1]))
+    mine = ranges[world.rank]
+    begin = offset + mine[0] - cast(Any, wrapper)._handle.rank * part
+    where = slice(begin, begin + mine[1] - mine[0]) if mine[0] < mine[1] else slice(0, 0)
+    return FlatShard(wrapper, flat, index, tuple(ranges), where, world.rank in holders)
+
+
+def _offsets(flat: Any) -> list[int]:
+    """Where each tensor begins in the flat parameter; padding lies between them too."""
+    ends = list(accumulate(flat._numels_with_padding))
+    begins = [end - numel for end, numel in zip(ends, flat._numels_with_padding, strict=True)]
+    return [begin for begin, is_padding in zip(begins, flat._is_padding_mask, strict=True) if not is_padding]
+
+
+def _holders(wrapper: FullyShardedDataParallel, world: World) -> list[int]:
+    """This world's ranks that hold the first replica, in the order of their parts; one rank: every rank holds everything."""
+    handle = cast(Any, wrapper)._handle
+    if not handle.uses_sharded_strategy:
+        return [0]
+    mine = [world.rank_of(rank) for rank in dist.get_process_group_ranks(handle.process_group)]
+    size = len(mine)
+    if mine != list(range(mine[0], mine[0] + size)) or mine[0] % size:
+        raise ModelError(
+            f"FSDP1 shards {wrapper._get_name()} over the ranks {mine}; lockstep needs blocks of neighbours (the last axis of "
+            "a mesh made by init_device_mesh, or the ranks of one node)"
+        )
+    return list(range(size))
+
+
+def _refuse_odd(flat: Any) -> None:
+    for name, is_contiguous, extension in zip(flat._fqns, flat._contiguities, flat._param_extensions, strict=True):
+        if extension is not None:
+            raise ModelError(f"{name}: FSDP1 over tensor parallelism is not supported")
+        if not is_contiguous:
+            raise ModelError(
+                f"{name} is not contiguous, and FSDP1 flattened it in memory order; make it contiguous before wrapping"
+            )
