@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -58,6 +58,25 @@ def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int, files: 
             _load_adapter(peft_model, lora.init_from, name, files=files)
         _activate(peft_model, ADAPTER)
     return peft_model
+
+
+def inject_empty_lora(model: PreTrainedModel, lora: LoraSection, *, target_parameters: Sequence[str] = ()) -> PeftModel:
+    """The same layers on an empty model with the adapter empty too: shapes and dtypes to plan with, at no cost.
+
+    `target_parameters` are endings of parameter names (fused experts: "mlp.experts.gate_up_proj"). Raises `ModelError` for
+    a target that matches nothing.
+    """
+    config = _read_config(lora.init_from) if lora.init_from else _make_config(lora, model)
+    params = [name for name, _ in model.named_parameters()]
+    for target in target_parameters:
+        if not any(f".{name}".endswith(f".{target}") for name in params):
+            endings = sorted({".".join(name.split(".")[-3:]) for name in params})
+            near = difflib.get_close_matches(target, endings, n=4, cutoff=0.3) or endings[:6]
+            raise ModelError(f"target parameter {target!r} matches no parameter of the model; near it there are {near}")
+    if target_parameters:
+        config.target_parameters = [*(config.target_parameters or []), *target_parameters]
+    with torch.device("meta"):
+        return _inject(model, config)
 
 
 @contextmanager
@@ -135,6 +154,10 @@ def _plain(value: Any) -> Any:
 def _make_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     _check_targets(targets, model)
+    if isinstance(targets, str) and targets != "all-linear":
+        # Of a regular expression PEFT 0.21 keeps only the last names on models with fused experts (Qwen3-MoE, Mixtral,
+        # Qwen-Omni): layers and towers that it does not match would be adapted too. Whole names it takes as they are.
+        targets = [name for name, _ in model.named_modules() if re.fullmatch(targets, name)]
     return LoraConfig(
         r=lora.rank,
         lora_alpha=cast(int, lora.alpha if lora.alpha % 1 else int(lora.alpha)),
