@@ -179,11 +179,8 @@ def _floors(nbytes: int, world: World) -> dict[str, Method]:
 
 def _first_exports(case: str, kind: str, subject: Subject, bucket_bytes: int, *, rounds: int) -> list[Row]:
     """Collective. What planning adds: attach anew, then export once."""
-    times = []
-    for _ in range(rounds):
-        times.append(time_once(lambda: _drop(_methods(kind, subject, bucket_bytes)["lockstep to all"]())))
-    times.sort()
-    timing = Timing(times[len(times) // 2], times[0], times[-1])
+    runs = [time_once(lambda: _drop(_methods(kind, subject, bucket_bytes)["lockstep to all"]())) for _ in range(rounds)]
+    timing = Timing.of(runs)
     return [Row(case, kind, "lockstep to all, attached anew", timing, None, f"median of {rounds}")]
 
 
@@ -200,12 +197,16 @@ def print_rows(rows: list[Row]) -> None:
     """Seconds, the ratio to verl in the same run, and MiB on rank 0 / on the rank that has most of the others."""
     print(f"\n{rows[0].case}")
     print(
-        f"{'':8} {'':31} {'median s':>9} {'min-max':>13} {'verl/it':>8} {'peak MiB':>14} {'recv MiB':>14} {'calls':>6}"
+        f"{'':8} {'':31} {'median s':>9} {'min-max':>13} {'verl/it':>8} {'CPU s':>7} {'verl/it':>8} {'peak MiB':>14} {'recv MiB':>14} {'calls':>6}"
     )
-    base = {row.kind: row.timing.median_s for row in rows if row.method == "verl to all"}
+    base = {row.kind: row.timing for row in rows if row.method == "verl to all"}
     for row in rows:
-        spread = f"{row.timing.min_s:.3f}-{row.timing.max_s:.3f}"
-        line = f"{row.kind:8} {row.method:31} {row.timing.median_s:9.4f} {spread:>13} {base[row.kind] / row.timing.median_s:7.1f}x"
+        timing, verl = row.timing, base[row.kind]
+        spread = f"{timing.min_s:.3f}-{timing.max_s:.3f}"
+        line = (
+            f"{row.kind:8} {row.method:31} {timing.median_s:9.4f} {spread:>13} {verl.median_s / timing.median_s:7.1f}x"
+        )
+        line += f" {timing.median_cpu_s:7.3f} {verl.median_cpu_s / timing.median_cpu_s:7.1f}x"
         if row.cost is not None:
             line += f" {_two(row.cost.peak_nbytes):>14} {_two(row.cost.received_nbytes):>14} {row.cost.num_collectives[0]:6}"
         print(f"{line}   {row.note}", flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints a line at every start and stop
@@ -33,6 +33,14 @@ class Timing:
     median_s: float
     min_s: float
     max_s: float
+    median_cpu_s: float
+    """Of processor time, all ranks and threads together: what a busy machine does not stretch."""
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[float, float]]) -> Timing:
+        """From (seconds, processor seconds) of each run."""
+        seconds, cpu_seconds = zip(*runs, strict=True)
+        return cls(statistics.median(seconds), min(seconds), max(seconds), statistics.median(cpu_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +58,27 @@ class Cost:
 def time_methods(methods: Mapping[str, Method], *, rounds: int) -> dict[str, Timing]:
     """Collective. One round to warm up, then `rounds` that count."""
     names = list(methods)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for offset in range(len(names)):
             name = names[(turn + offset) % len(names)]
-            elapsed = time_once(methods[name])
+            run = time_once(methods[name])
             if turn:
-                seconds[name].append(elapsed)
-    return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
+                runs[name].append(run)
+    return {name: Timing.of(of_method) for name, of_method in runs.items()}
 
 
-def time_once(method: Method) -> float:
-    """Collective. Seconds of the slowest rank."""
+def time_once(method: Method) -> tuple[float, float]:
+    """Collective. Seconds of the slowest rank, and processor seconds of all ranks."""
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     result = method()
     elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    cpu = torch.tensor([time.process_time() - cpu_start], dtype=torch.float64)
     del result
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
+    dist.all_reduce(cpu)
+    return elapsed.item(), cpu.item()
 
 
 def cost_of(method: Method) -> Cost:
