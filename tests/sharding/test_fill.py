@@ -1,110 +1,351 @@
-"""Ranks that read their own rows hold, together, the checkpoint: parameters, buffers, ties; and what does not fit is refused everywhere."""
+"""Ranks that read their own elements hold, together, the checkpoint; and what does not fit is refused on every rank."""
 
 import logging
+import shutil
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+from helpers_models import tiny_gemma3, tiny_gemma4, tiny_gpt2, tiny_mixtral, tiny_qwen3_moe
 from helpers_sharded import save_model, shard_folder
 from lockstep.config import LoraSection
 from lockstep.dist import World
-from lockstep.errors import LockstepError, ModelError
-from lockstep.model.load import find_model, load_whole
+from lockstep.errors import LockstepError, ModelError, RanksDisagree
+from lockstep.known_warnings import while_injecting
+from lockstep.model.elements import Reader
+from lockstep.model.load import build_empty, find_model, find_weights, load_whole
+from lockstep.sharding.fill import fill
+from lockstep.sharding.fsdp2 import FSDP2Model, shard_fsdp2
+from lockstep.sharding.plan import plan_sharding
 from lockstep.testing import run_ranks, tiny_llama
 
 IDS = torch.arange(1, 12)[None]
+CPU = torch.device("cpu")
 
 
-def check_equals_the_checkpoint(world: World, folder: str) -> None:
-    sharded = shard_folder(world, folder, LoraSection(rank=2, targets="all-linear"))
-    plain = load_whole(find_model(folder), dtype=torch.float32, attention="sdpa", device=torch.device("cpu"))
+def empty_model(folder: str, dtype: torch.dtype = torch.float32):
+    return build_empty(find_model(folder), dtype=dtype, attention="sdpa")
+
+
+def whole_model(folder: str, dtype: torch.dtype = torch.float32):
+    return load_whole(find_model(folder), dtype=dtype, attention="sdpa", device=CPU)
+
+
+def shard(world: World, model: nn.Module) -> FSDP2Model:
+    return shard_fsdp2(model, plan_sharding(model), world, reshard_after_forward=True)
+
+
+def check_holds(sharded: FSDP2Model, folder: str, dtype: torch.dtype = torch.float32) -> None:
+    """Nothing on meta, tied names one Parameter, and parameters (through the logits) and buffers those of one process, to the bit."""
+    plain = whole_model(folder, dtype)
     sharded.module.eval()
-    assert torch.equal(sharded.module(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    with torch.no_grad():
+        assert torch.equal(sharded.module(input_ids=IDS).logits, plain(input_ids=IDS).logits)
     sharded.settle()
     for tensor in sharded.plan.parameters:
-        for alias in tensor.aliases:
-            assert sharded.module.get_parameter(alias) is sharded.module.get_parameter(tensor.name)
-        start, stop = sharded.ranges(tensor.name)[world.rank]
+        param = sharded.module.get_parameter(tensor.name)
+        assert not param.is_meta and param.dtype == tensor.dtype
+        assert all(sharded.module.get_parameter(alias) is param for alias in tensor.aliases)
+        start, stop = sharded.ranges(tensor.name)[sharded.world.rank]
         assert sharded.local_flat(tensor.name).numel() == stop - start
     wanted = dict(plain.named_buffers())
     mine = {name.removeprefix("base_model.model."): value for name, value in sharded.module.named_buffers()}
     assert mine.keys() == wanted.keys()
-    assert all(torch.equal(value, wanted[name]) for name, value in mine.items())
+    for name, value in mine.items():
+        assert value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]), name
 
 
-def check_tied_step(world: World, folder: str) -> None:
-    """After a step on a tied model, head and embedding are still one tensor (CASES B56)."""
-    sharded = shard_folder(world, folder, LoraSection(rank=2))
-    sharded.module(input_ids=IDS).logits.sum().backward()
-    torch.optim.SGD([param for _, param in sharded.trainable()], lr=1.0).step()
-    base = "base_model.model."
-    assert sharded.module.get_parameter(f"{base}lm_head.weight") is sharded.module.get_parameter(
-        f"{base}model.embed_tokens.weight"
-    )
+def check_models(world: World, folders: dict[str, str]) -> None:
+    for folder in folders.values():
+        sharded = shard(world, empty_model(folder))
+        fill(sharded, folder, strict=True)
+        check_holds(sharded, folder)
 
 
-def check_all(world: World, folders: list[str], spoilt: list[tuple[str, str]]) -> None:
-    for folder in folders:
-        check_equals_the_checkpoint(world, folder)
-    check_tied_step(world, folders[1])
+def check_with_adapter(world: World, folders: dict[str, str]) -> None:
+    """The base's names have PEFT segments by then, the file's have none (CASES B57)."""
+    for name, target in (("tied", "all-linear"), ("gpt2", ("c_attn",)), ("gemma4", ("q_proj",))):
+        sharded = shard_folder(world, folders[name], LoraSection(rank=2, targets=target))
+        check_holds(sharded, folders[name])
+        for key, param in sharded.trainable():
+            assert bool(param.full_tensor().any()) == ("lora_A" in key)  # type: ignore[attr-defined]
+
+
+def check_buffers_from_meta(world: World, folders: dict[str, str]) -> None:
+    """Buffers on meta on every rank but 0, then on all: rank 0's, or the constructor's, are sent (CASES B51)."""
+    for name in ("gemma3", "gemma4", "untied"):
+        for keeps in (0, None):
+            model = empty_model(folders[name])
+            if world.rank != keeps:
+                model.to("meta")
+            sharded = shard(world, model)
+            fill(sharded, folders[name])
+            check_holds(sharded, folders[name])
+
+
+def check_bfloat16_keeps_its_tables(world: World, folders: dict[str, str]) -> None:
+    sharded = shard(world, empty_model(folders["gemma4"], torch.bfloat16))
+    fill(sharded, folders["gemma4"])
+    check_holds(sharded, folders["gemma4"], torch.bfloat16)
+    assert {b.dtype for n, b in sharded.module.named_buffers() if "inv_freq" in n} == {torch.float32}
+
+
+def wrapped_head(folder: str) -> nn.Module:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with while_injecting():
+        return get_peft_model(empty_model(folder), config)
+
+
+def check_saved_modules(world: World, folders: dict[str, str]) -> None:
+    """A trained copy starts from the base's values, and so does the original that PEFT keeps beside it."""
+    model = wrapped_head(folders["untied"])
+    for module in model.modules():
+        if hasattr(module, "lora_B"):
+            for part in (*module.lora_A.values(), *module.lora_B.values()):
+                part.to_empty(device="cpu").weight.data.zero_()
+    sharded = shard(world, model)
+    fill(sharded, folders["untied"], strict=True)
+    check_holds(sharded, folders["untied"])
+    head = sharded.module.base_model.model.lm_head  # type: ignore[union-attr]
+    stored = load_file(f"{folders['untied']}/model.safetensors")["lm_head.weight"]
+    for part in (head.original_module, head.modules_to_save["default"]):  # type: ignore[union-attr]
+        assert torch.equal(part.weight.full_tensor(), stored)
+
+
+def check_tied_steps(world: World, folders: dict[str, str]) -> None:
+    """Two steps on everything: head and embedding stay one tensor, and move as in one process (CASES B56)."""
+    plain = whole_model(folders["tied"]).train()
+    sharded = shard(world, empty_model(folders["tied"]).train())
+    fill(sharded, folders["tied"])
+    for model, params in ((plain, list(plain.parameters())), (sharded.module, [p for _, p in sharded.trainable()])):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sharded.settle()
+    head = sharded.module.get_parameter("lm_head.weight")
+    assert head is sharded.module.get_parameter("model.embed_tokens.weight")
+    # Gradients are averaged over ranks: other order of rounding.
+    torch.testing.assert_close(head.full_tensor(), plain.lm_head.weight.detach(), atol=1e-6, rtol=1e-5)  # type: ignore[attr-defined]
+
+
+def check_fill_after_forward(world: World, folders: dict[str, str]) -> None:
+    """A forward without backward leaves the root gathered; values filled in then must not be lost (CASES B59)."""
+    model = empty_model(folders["untied"])
+    sharded = shard_fsdp2(model, plan_sharding(model), world, reshard_after_forward=False)
+    fill(sharded, folders["untied"])
+    with torch.no_grad():
+        sharded.module(input_ids=IDS)
+    assert not hasattr(sharded.module.lm_head.weight, "full_tensor"), "the root is gathered, or this tests nothing"  # type: ignore[union-attr]
+    fill(sharded, folders["other"])
+    check_holds(sharded, folders["other"])
+
+
+def check_offloaded(world: World, folders: dict[str, str]) -> None:
+    model = empty_model(folders["tied"])
+    plan = plan_sharding(model)
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_shard",))
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    sharded = FSDP2Model(model, world, plan=plan, fill_device=CPU)
+    fill(sharded, folders["tied"])
+    assert all(sharded.local_flat(tensor.name).device == CPU for tensor in plan.parameters)
+    check_holds(sharded, folders["tied"])
+
+
+class WithBuffers(nn.Module):
+    """Persistent buffers of several dtypes, an fp32 one beside bf16 weights, and a table that is in no file (CASES B54)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 5)
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("bias_correction", torch.linspace(0, 1, 5))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+
+
+def check_toy(world: World, folder: str) -> None:
+    with torch.device("meta"):
+        model = WithBuffers().to(torch.bfloat16)
+        model.bias_correction = model.bias_correction.float()
+        model.table = model.table.float()
+    if world.is_main:
+        model.table = torch.arange(6.0)
+    sharded = shard(world, model)
+    fill(sharded, folder, strict=True)
+    stored = load_file(f"{folder}/model.safetensors")
+    for name in ("steps", "bias_correction", "mask"):
+        assert torch.equal(sharded.buffer(name), stored[name]) and sharded.buffer(name).dtype == stored[name].dtype
+    assert torch.equal(sharded.buffer("table"), torch.arange(6.0))
+    assert torch.equal(sharded.module.layer.weight.full_tensor(), stored["layer.weight"].to(torch.bfloat16))  # type: ignore[union-attr]
+
+
+@contextmanager
+def counting_reads(seen: dict[str, int]):
+    """Bytes that files gave, and the most of them that were alive at once."""
+    take = Reader._take
+
+    def counted(self, *args):
+        out = take(self, *args)
+        seen["read"] += out.nbytes
+        seen["live"] += out.nbytes
+        seen["peak"] = max(seen["peak"], seen["live"])
+        weakref.finalize(out.untyped_storage(), lambda nbytes=out.nbytes: seen.update(live=seen["live"] - nbytes))
+        return out
+
+    Reader._take = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Reader._take = take  # type: ignore[method-assign]
+
+
+def check_memory(world: World, folders: dict[str, str]) -> None:
+    for name in ("untied", "qwen3_moe"):
+        sharded = shard(world, empty_model(folders[name]))
+        mine = {t.name: sharded.ranges(t.name)[world.rank] for t in sharded.plan.parameters}
+        seen = dict(read=0, live=0, peak=0)
+        with counting_reads(seen):
+            fill(sharded, folders[name])
+        sizes = {key: (stop - start) * 4 for key, (start, stop) in mine.items()}
+        # Rows are dealt whole, so each rank reads its own bytes and none beside them.
+        assert seen["read"] == sum(sizes.values())
+        one_expert = 2 * 16 * 32 * 4
+        assert seen["peak"] <= max(one_expert if "experts" in key else size for key, size in sizes.items())
+
+
+def check_refused(world: World, folders: dict[str, str], spoilt: list[tuple[str, str]]) -> None:
     for folder, said in spoilt:
         with pytest.raises(ModelError, match=said):
             shard_folder(world, folder, LoraSection(rank=2))
+    with pytest.raises(ModelError, match=r"adapter tensors are on meta.*first .*lora_A"):
+        fill(shard(world, wrapped_head(folders["untied"])), folders["untied"])
 
 
-def check_one_rank_cannot_read(world: World, good: str, bad: str) -> None:
-    """One rank's file system is broken; every rank ends with the reason."""
-    with pytest.raises(ModelError if world.rank == 1 else LockstepError, match=r"stored as \[65, 16\]"):
-        shard_folder(world, bad if world.rank == 1 else good, LoraSection(rank=2))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> list[str]:
-    models = [tiny_llama(vocab_size=65, num_hidden_layers=3), tiny_llama(tie_word_embeddings=True, attention_bias=True)]
-    return [save_model(model, tmp_path_factory.mktemp("model")) for model in models]
-
-
-def spoil(folder: str, target, name: str, value: torch.Tensor) -> str:
-    files = find_model(folder)
-    tensors = {**load_file(next(iter(files.weights.values()))), name: value}
-    files.config.save_pretrained(target)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return str(target)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_ranks_hold_the_checkpoint_together(folders, tmp_path, num_ranks):
-    wrong = spoil(folders[0], tmp_path, "model.embed_tokens.weight", torch.zeros(65, 16))
-    run_ranks(
-        num_ranks,
-        check_all,
-        folders,
-        [(wrong, r"'model.embed_tokens.weight' is stored as \[65, 16\]; the model has \[65, 32\]")],
-    )
-
-
-def test_one_ranks_fault_is_every_ranks_error(folders, tmp_path):
-    wrong = spoil(folders[0], tmp_path, "model.embed_tokens.weight", torch.zeros(65, 16))
-    run_ranks(2, check_one_rank_cannot_read, folders[0], wrong)
-
-
-def check_renamed(world: World, folder: str) -> None:
+def check_unused(world: World, folders: dict[str, str]) -> None:
+    files = find_model(folders["untied"])
+    files.config.num_hidden_layers = 2
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lockstep.sharding.fill").addHandler(handler)
-    sharded = shard_folder(world, folder, LoraSection(rank=2, targets=("c_attn",)))
-    plain = load_whole(find_model(folder), dtype=torch.float32, attention="sdpa", device=torch.device("cpu"))
-    assert torch.equal(sharded.module(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-    assert not records
+    model = build_empty(files, dtype=torch.float32, attention="sdpa")
+    sharded = shard(world, model)
+    fill(sharded, files)
+    assert [("layers.2." in text and "9 stored tensors" in text) for text in records] == [True] * int(world.is_main)
+    with pytest.raises(ModelError, match=r"9 tensors of .* are part of nothing in the model"):
+        fill(sharded, find_weights(folders["untied"]), strict=True)
 
 
-def test_a_checkpoint_without_the_models_prefix_is_read_by_its_rows(tmp_path):
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+def check_different_ranks(world: World, folders: dict[str, str], bad: str) -> None:
+    """What only one rank has otherwise is every rank's error, at once."""
+    odd = world.rank == 1
+    # One rank's file system is broken.
+    with pytest.raises(ModelError if odd else LockstepError, match=r"stored as \[65, 16\]"):
+        shard_folder(world, bad if odd else folders["untied"], LoraSection(rank=2))
+    # Rotary tables of other lengths (CASES B39), and one that is not there.
+    model = empty_model(folders["untied"])
+    if odd:
+        model.model.rotary_emb.inv_freq = torch.ones(3)
+    with pytest.raises(RanksDisagree, match=r"inv_freq torch.float32 \[4\].*inv_freq torch.float32 \[3\]"):
+        fill(shard(world, model), folders["untied"])
+    model = empty_model(folders["untied"])
+    if odd:
+        del model.model.rotary_emb._buffers["inv_freq"]
+    with pytest.raises(RanksDisagree, match="inv_freq"):
+        fill(shard(world, model), folders["untied"])
+    # Registered in another order.
+    model = empty_model(folders["gemma4"])
+    if odd:
+        table = model.model.rotary_emb
+        table._buffers = dict(reversed(table._buffers.items()))
+    with pytest.raises(RanksDisagree, match="rotary_emb"):
+        fill(shard(world, model), folders["gemma4"])
+    # The same plan, but a buffer that only one rank's file has.
+    sharded = shard(world, WithBuffers())
+    with pytest.raises(RanksDisagree, match="steps"):
+        fill(sharded, folders["toy_without_steps" if odd else "toy"])
+
+
+def spoil(folder: str, target: Path, name: str, value: torch.Tensor | None) -> str:
+    shutil.copytree(folder, target)
+    tensors = {**load_file(target / "model.safetensors"), name: value}
+    save_file({key: each for key, each in tensors.items() if each is not None}, target / "model.safetensors")
+    return str(target)
+
+
+def save_toy(target: Path) -> str:
+    target.mkdir()
+    model = WithBuffers()
+    model.steps += 1
+    model.bias_correction *= 3
+    save_file(model.state_dict(), target / "model.safetensors")
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    models = dict(
+        untied=tiny_llama(vocab_size=65, num_hidden_layers=3),
+        other=tiny_llama(vocab_size=65, num_hidden_layers=3, seed=1),
+        tied=tiny_llama(tie_word_embeddings=True, attention_bias=True),
+        gemma3=tiny_gemma3(),
+        gemma4=tiny_gemma4(),
+        qwen3_moe=tiny_qwen3_moe(),
+        mixtral=tiny_mixtral(),
     )
-    model.transformer.save_pretrained(tmp_path)  # names without the "transformer." prefix, as the hub's GPT-2 has them
-    (tmp_path / "config.json").write_text(model.config.to_json_string())
-    run_ranks(2, check_renamed, str(tmp_path))
+    out = {name: save_model(model, root / name) for name, model in models.items()}
+    gpt2 = tiny_gpt2()
+    # Names without the "transformer." prefix, as the hub's GPT-2 has them.
+    out["gpt2"] = save_model(gpt2.transformer, root / "gpt2")
+    (root / "gpt2" / "config.json").write_text(gpt2.config.to_json_string())
+    return out
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> str:
+    return save_toy(tmp_path_factory.mktemp("toy") / "toy")
+
+
+def check_good(world: World, folders: dict[str, str], toy: str) -> None:
+    check_models(world, folders)
+    check_with_adapter(world, folders)
+    check_buffers_from_meta(world, folders)
+    check_bfloat16_keeps_its_tables(world, folders)
+    check_saved_modules(world, folders)
+    check_tied_steps(world, folders)
+    check_fill_after_forward(world, folders)
+    check_offloaded(world, folders)
+    check_toy(world, toy)
+    check_memory(world, folders)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_hold_the_checkpoint_together(folders, toy, num_ranks):
+    run_ranks(num_ranks, check_good, folders, toy, timeout_s=240)
+
+
+def check_bad(world: World, folders: dict[str, str], spoilt: list[tuple[str, str]]) -> None:
+    check_refused(world, folders, spoilt)
+    check_unused(world, folders)
+    check_different_ranks(world, folders, spoilt[0][0])
+
+
+def test_what_does_not_fit_is_every_ranks_error(folders, toy, tmp_path):
+    name = "model.embed_tokens.weight"
+    wrong = spoil(folders["untied"], tmp_path / "wrong", name, torch.zeros(65, 16))
+    missing = spoil(folders["untied"], tmp_path / "missing", name, None)
+    toys = {"toy": toy, "toy_without_steps": spoil(toy, tmp_path / "toy", "steps", None)}
+    said = [(wrong, rf"'{name}' is stored as \[65, 16\]; the model has \[65, 32\]"), (missing, f"'{name}' is not in")]
+    run_ranks(2, check_bad, {**folders, **toys}, said, timeout_s=120)

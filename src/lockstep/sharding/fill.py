@@ -172,8 +172,7 @@ def _buffers_of_rank0(sharded: ShardedModel, reading: _Reading, attention: str) 
     empty = [tensor for tensor in reading.fixed if out[tensor.name].is_meta]
     if not empty:
         return out
-    files = reading.files if reading.files.config is not None else find_model(str(reading.files.path))
-    built = dict(build_empty(files, dtype=empty[0].dtype, attention=attention).named_buffers())
+    built = _constructed(reading.files, empty[0].dtype, attention)
     for tensor in empty:
         made = built.get(reading.plain.get(tensor.name, ""))
         if made is None or tuple(made.shape) != tensor.shape:
@@ -184,6 +183,15 @@ def _buffers_of_rank0(sharded: ShardedModel, reading: _Reading, attention: str) 
             )
         out[tensor.name] = made.to(tensor.dtype)
     return out
+
+
+def _constructed(files: ModelFiles, dtype: torch.dtype, attention: str) -> dict[str, torch.Tensor]:
+    """Buffers that the constructor of the checkpoint's model makes; none for a folder without a configuration."""
+    if files.config is None:
+        if not (files.path / "config.json").is_file():
+            return {}
+        files = find_model(str(files.path))
+    return dict(build_empty(files, dtype=dtype, attention=attention).named_buffers())
 
 
 def _check_nothing_left(sharded: ShardedModel) -> None:
