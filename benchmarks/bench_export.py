@@ -196,9 +196,8 @@ def _print_profiles(kind: str, runs: dict[str, Method], world: World) -> None:
 def print_rows(rows: list[Row]) -> None:
     """Seconds, the ratio to verl in the same run, and MiB on rank 0 / on the rank that has most of the others."""
     print(f"\n{rows[0].case}")
-    print(
-        f"{'':8} {'':31} {'median s':>9} {'min-max':>13} {'verl/it':>8} {'CPU s':>7} {'verl/it':>8} {'peak MiB':>14} {'recv MiB':>14} {'calls':>6}"
-    )
+    heads = f"{'median s':>9} {'min-max':>13} {'verl/it':>8} {'CPU s':>7} {'verl/it':>8}"
+    print(f"{'':8} {'':31} {heads} {'peak MiB':>14} {'recv MiB':>14} {'calls':>6}")
     base = {row.kind: row.timing for row in rows if row.method == "verl to all"}
     for row in rows:
         timing, verl = row.timing, base[row.kind]
