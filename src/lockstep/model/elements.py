@@ -102,11 +102,14 @@ class Reader:
     def _read_by_row(self, source: Built, dtype: torch.dtype, start: int, stop: int, row_numel: int) -> torch.Tensor:
         out = torch.empty(stop - start, dtype=dtype)
         for row in range(start // row_numel, -(-stop // row_numel)):
-            parts = [self._take(stored).to(dtype) for _, stored in source.rows[row]]
-            flat = convert(source, parts, self._wanted, self._base, row=row).reshape(-1)
             begin, end = max(start, row * row_numel), min(stop, (row + 1) * row_numel)
-            out[begin - start : end - start] = flat[begin - row * row_numel : end - row * row_numel]
+            piece = slice(begin - row * row_numel, end - row * row_numel)
+            out[begin - start : end - start] = self._read_row(source, row, dtype)[piece]
         return out
+
+    def _read_row(self, source: Built, row: int, dtype: torch.dtype) -> torch.Tensor:
+        parts = [self._take(stored).to(dtype) for _, stored in source.rows[row]]
+        return convert(source, parts, self._wanted, self._base, row=row).reshape(-1)
 
     def _read_whole(self, source: Source, name: str) -> torch.Tensor:
         if isinstance(source, Direct):

@@ -156,8 +156,10 @@ def _read(sharded: ShardedModel, reading: _Reading) -> None:
     """Not collective: this rank's elements of every parameter, one after the other, and whole buffers."""
     for tensor, plain in reading.parameters:
         start, stop = sharded.ranges(tensor.name)[sharded.world.rank]
-        values = reading.reader.read(plain, start, stop, dim=sharded.shard_dim(tensor.name))
-        sharded.write_local(tensor.name, values)
+        # No name for the values: it would keep them while the next ones are read.
+        sharded.write_local(
+            tensor.name, reading.reader.read(plain, start, stop, dim=sharded.shard_dim(tensor.name))
+        )
     live = LiveTensors(sharded.module)
     for tensor, plain in reading.buffers:
         live.write_buffer(tensor, reading.reader.read_tensor(plain), sharded.world.device)
