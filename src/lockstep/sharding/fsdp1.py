@@ -14,8 +14,8 @@ first forward on), `_sharded_size`, `_shapes`, `_contiguities`, `_fqns`, `_param
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -23,14 +23,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from lockstep.dist import World, data_phase
+from lockstep.dist import World
 from lockstep.errors import ModelError
 from lockstep.sharding.base import Ranges
-from lockstep.sharding.fsdp2 import row_shards, whole_ranges, whole_shapes
-from lockstep.sharding.live import Holding, LiveModel, plan_of, unit_names
-from lockstep.sharding.plan import ShardingPlan
+from lockstep.sharding.fsdp2 import row_shards, spread, whole_ranges, whole_shapes
+from lockstep.sharding.live import Holding, LiveModel, LiveSlot, outermost, parameter_slots, plan_of, unit_names
+from lockstep.sharding.plan import ShardingPlan, ShardUnit
+from lockstep.sharding.precision import Precision
 from lockstep.sharding.skeleton import Slot, skeleton, walk
 
 
@@ -46,8 +48,8 @@ class FlatShard:
     ranges: Ranges
     part: slice
     """Where this rank's elements lie in its part of the flat parameter."""
+    mirrors: tuple[int, ...]
     is_owner: bool
-    """Is this rank's copy the one that counts (first replica)?"""
     dim: int = 0
 
     @property
@@ -64,11 +66,13 @@ class FlatShard:
         return cast(Any, self.wrapper)._handle._use_orig_params
 
     def read(self) -> torch.Tensor:
-        return self._local()[:0] if not self.is_owner else self._local()
+        return local_part(self.flat)[self.part]
 
     def write(self, values: torch.Tensor) -> None:
-        if self.is_owner:
-            self._local().copy_(values)
+        self.read().copy_(values)
+
+    def give_memory(self) -> None:
+        """Flat parameters have theirs."""
 
     def is_current(self) -> bool:
         handle = cast(Any, self.wrapper)._handle
@@ -80,9 +84,6 @@ class FlatShard:
         now = info.module._parameters.get(info.param_name)
         # During forward and backward FSDP1 hangs plain views of the gathered parameter there.
         return now is self.flat._params[self.index] or not isinstance(now, nn.Parameter)
-
-    def _local(self) -> torch.Tensor:
-        return local_part(self.flat)[self.part]
 
 
 class FSDP1Model(LiveModel):
@@ -116,30 +117,73 @@ class FSDP1Model(LiveModel):
         for wrapper in self._wrappers:  # what `no_sync()` does, which is a context manager
             cast(Any, wrapper)._sync_gradients = on
 
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Collective. As FSDP1's own, which wants its wrapper at the root and warns on ranks whose parts hold no gradient."""
-        grads = [param.grad for _, param in self.trainable() if param.grad is not None]
-        counted = [grad for grad, is_owner in self._owned_grads() if is_owner]
-        squares = torch.zeros((), dtype=torch.float32, device=self.world.device)
-        for norm in torch._foreach_norm([grad.float() for grad in counted]) if counted else ():
-            squares += norm.to(squares.device).square()
-        if self.world.size > 1:
-            with data_phase(self.world, "norm of gradients"):
-                dist.all_reduce(squares, group=self.world.data)
-        norm = math.sqrt(squares.item())
-        if norm > max_norm:
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
-        return norm
 
-    def _owned_grads(self) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Every gradient once, and whether this rank counts it: of what several ranks hold alike, only the first does."""
-        seen: set[int] = set()
-        for tensor in self.plan.parameters:
-            held = self._holdings[tensor.name]
-            param = held.trained
-            if tensor.is_trainable and param.grad is not None and id(param) not in seen:
-                seen.add(id(param))
-                yield param.grad, cast(Any, held).is_owner
+def wrap_fsdp1(
+    module: nn.Module,
+    units: Sequence[ShardUnit],
+    world: World,
+    *,
+    mesh: DeviceMesh | None,
+    precision: Precision,
+    reshard_after_forward: bool,
+    use_orig_params: bool,
+    cpu_offload: bool,
+    ignored: Sequence[str],
+) -> FSDP1Model:
+    """Collective. Wrap these units, in this order, the root last; the wrapped root is the result's `module`.
+
+    A unit's parameters on meta get (uninitialised) memory just before it is wrapped, so that no more than one unit is whole.
+    """
+    places = outermost(module)
+    slots = dict(parameter_slots(module))
+    is_hybrid = mesh is not None and mesh.ndim == 2
+    names = ("HYBRID_SHARD" if reshard_after_forward else "_HYBRID_SHARD_ZERO2") if is_hybrid else None
+    names = names or ("FULL_SHARD" if reshard_after_forward else "SHARD_GRAD_OP")
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[names],
+        "device_mesh": mesh if is_hybrid else None,
+        "process_group": mesh.get_group() if mesh is not None and not is_hybrid else None,
+        "mixed_precision": _mixed_precision(precision),
+        "cpu_offload": CPUOffload(offload_params=True) if cpu_offload else None,
+        "use_orig_params": use_orig_params,
+        "device_id": None if cpu_offload and world.device.type == "cpu" else world.device,
+    }
+    left = [cast(nn.Parameter, owner._parameters[attr]) for owner, attr in (slots[name] for name in ignored)]
+    for unit in units:
+        _give_memory(unit, slots, world.device)
+        parent, key = places[unit.module][0] if unit.module else (module, "")
+        target = cast(nn.Module, parent._modules[key]) if unit.module else module
+        with warnings.catch_warnings():
+            # One rank has nothing to shard; torch says so for every unit.
+            warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+            wrapped = FullyShardedDataParallel(target, ignored_states=left or None, **options)
+        if not unit.module:
+            return FSDP1Model(wrapped, world)
+        for parent, key in places[unit.module]:
+            parent._modules[key] = wrapped
+    raise AssertionError("the last unit is the root")
+
+
+def is_wrapped_by_fsdp1(module: nn.Module) -> bool:
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def _mixed_precision(precision: Precision) -> MixedPrecision | None:
+    dtypes = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
+    if dtypes == (None, None, None):
+        return None
+    return MixedPrecision(*dtypes, cast_root_forward_inputs=precision.cast_forward_inputs)
+
+
+def _give_memory(unit: ShardUnit, slots: Mapping[str, LiveSlot], device: torch.device) -> None:
+    for tensor in unit.parameters:
+        owner, attr = slots[tensor.name]
+        old = cast(nn.Parameter, owner._parameters[attr])
+        if old.is_meta:
+            made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            for name in (tensor.name, *tensor.aliases):
+                owner, attr = slots[name]
+                owner._parameters[attr] = made
 
 
 def local_part(flat: Any) -> torch.Tensor:
@@ -173,22 +217,26 @@ def _shard(
 ) -> FlatShard:
     """`place`: (offset in the flat parameter, number of elements). `holders`: the ranks of the first replica, in order."""
     offset, numel = place
-    flat = cast(Any, wrapper)._handle.flat_param
+    handle = cast(Any, wrapper)._handle
+    flat = handle.flat_param
     if len(holders) == 1:
-        return FlatShard(
-            wrapper, flat, index, whole_ranges(numel, world.size), slice(offset, offset + numel), world.is_main
-        )
-    part = flat._sharded_size.numel()
-    bounds = [min(max(position * part - offset, 0), numel) for position in range(len(holders) + 1)]
-    ranges: list[tuple[int, int]] = []
-    for rank in range(world.size):
-        last = ranges[-1][1] if ranges else 0
-        at = holders.index(rank) if rank in holders else None
-        ranges.append((last, last) if at is None else (bounds[at], bounds[at + 1]))
-    mine = ranges[world.rank]
-    begin = offset + mine[0] - cast(Any, wrapper)._handle.rank * part
-    where = slice(begin, begin + mine[1] - mine[0]) if mine[0] < mine[1] else slice(0, 0)
-    return FlatShard(wrapper, flat, index, tuple(ranges), where, world.rank in holders)
+        everything, mirrors = slice(offset, offset + numel), (0,) * world.size
+        return FlatShard(wrapper, flat, index, whole_ranges(numel, world.size), everything, mirrors, world.is_main)
+    part: int = flat._sharded_size.numel()
+    bounds: list[int] = [min(max(position * part - offset, 0), numel) for position in range(len(holders) + 1)]
+    dealt: Ranges = tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    start, stop = dealt[handle.rank]
+    begin = offset + start - handle.rank * part if start < stop else 0
+    mirrors = tuple(rank % len(holders) for rank in range(world.size))
+    return FlatShard(
+        wrapper,
+        flat,
+        index,
+        spread(dealt, holders, world.size),
+        slice(begin, begin + stop - start),
+        mirrors,
+        world.rank in holders,
+    )
 
 
 def _offsets(flat: Any) -> list[int]:

@@ -7,21 +7,22 @@ every rank. Anything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.dist import World, agree
 from lockstep.errors import ModelError
 from lockstep.sharding.base import Ranges
-from lockstep.sharding.live import LiveModel, LiveSlot, parameter_slots, plan_of, set_sync, unit_names
+from lockstep.sharding.live import LiveModel, LiveSlot, outermost, parameter_slots, plan_of, set_sync, unit_names
 from lockstep.sharding.plan import ShardingPlan
+from lockstep.sharding.precision import Precision
 from lockstep.sharding.skeleton import Slot, skeleton
 
 
@@ -34,8 +35,8 @@ class RowShard:
     trained: nn.Parameter
     ranges: Ranges
     dim: int
+    mirrors: tuple[int, ...]
     is_owner: bool
-    """Is this rank's copy the one that counts? Others hold the same elements, and their range is empty."""
     fill_device: torch.device
     """Where a parameter that is on meta gets its memory."""
 
@@ -46,20 +47,18 @@ class RowShard:
         return f"{tuple(self.trained.placements)} on mesh {self.trained.device_mesh.mesh.tolist()}"
 
     def read(self) -> torch.Tensor:
-        if not self.is_owner:
-            return self._local().reshape(-1)[:0]
         local = self._local()
         return (local.movedim(self.dim, 0) if self.dim else local).reshape(-1)
 
     def write(self, values: torch.Tensor) -> None:
         local = self._local()
-        if local.is_meta:
-            local = torch.empty_like(local, device=self.fill_device)
-            self._replace(local)
-        if not self.is_owner:
-            return
         moved = local.movedim(self.dim, 0) if self.dim else local
         moved.copy_(values.reshape(moved.shape))
+
+    def give_memory(self) -> None:
+        local = self._local()
+        if local.is_meta:
+            self._replace(torch.empty_like(local, device=self.fill_device))
 
     def is_current(self) -> bool:
         return all(live._parameters.get(attr) is self.trained for live, attr in self.slots)
@@ -107,13 +106,14 @@ class FSDP2Model(LiveModel):
         super().__init__(module, plain, plan, world, {tensor.name: held[tensor.name] for tensor in plan.parameters})
 
     def set_gradient_sync(self, on: bool) -> None:
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(on)
-        else:
-            set_sync(self.module, on)
+        for unit in self._units:
+            unit.set_requires_gradient_sync(on, recurse=False)
+        set_sync(self.module, on)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Collective."""
+        if not all(isinstance(param, DTensor) for _, param in self.trainable()):
+            return super().clip_grad_norm(max_norm)  # torch does not add a DTensor's norm to a whole tensor's
         norm = nn.utils.clip_grad_norm_([param for _, param in self.trainable()], max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -132,12 +132,46 @@ class FSDP2Model(LiveModel):
 def shard_fsdp2(module: nn.Module, plan: ShardingPlan, world: World, *, reshard_after_forward: bool) -> FSDP2Model:
     """Collective. Wrap each unit of the plan, the root last, after all ranks have agreed on the plan. Meta parameters stay meta."""
     agree(world, phase="sharding plan", fingerprint=plan.fingerprint(), describe=plan.lines)
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp_shard",))
     # Submodules before what contains them: fully_shard gives a module's parameters to the first call that covers them.
-    for unit in sorted(plan.units, key=lambda unit: -unit.module.count(".") if unit.module else 1):
-        target = module.get_submodule(unit.module) if unit.module else module
-        fully_shard(target, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return FSDP2Model(module, world, plan=plan)
+    units = sorted((unit.module for unit in plan.units), key=lambda name: -name.count(".") if name else 1)
+    return wrap_fsdp2(module, units, world, reshard_after_forward=reshard_after_forward)
+
+
+def wrap_fsdp2(
+    module: nn.Module,
+    units: Sequence[str],
+    world: World,
+    *,
+    mesh: DeviceMesh | None = None,
+    precision: Precision | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> FSDP2Model:
+    """Collective (it may make a mesh). Wrap these modules (clean names), in this order; the root is the empty name."""
+    if mesh is None:
+        mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp_shard",))
+    places = outermost(module)
+    precision = precision or Precision()
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            output_dtype=precision.output_dtype,
+            cast_forward_inputs=precision.cast_forward_inputs,
+        ),
+    }
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
+    for name in units:
+        parent, key = places[name][0] if name else (module, "")
+        fully_shard(cast(nn.Module, parent._modules[key]) if name else module, **options)
+    return FSDP2Model(module, world, fill_device=torch.device("cpu") if cpu_offload else world.device)
+
+
+def is_wrapped_by_fsdp2(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def row_shards(module: nn.Module, world: World, *, fill_device: torch.device) -> dict[str, RowShard]:
@@ -147,8 +181,9 @@ def row_shards(module: nn.Module, world: World, *, fill_device: torch.device) ->
     for name, (live, attr) in parameter_slots(module):
         param = cast(nn.Parameter, live._parameters[attr])
         if id(param) not in by_param:
-            ranges, dim, is_owner = _layout(name, param, world)
-            by_param[id(param)] = RowShard([], param, ranges, dim, is_owner, fill_device)
+            ranges, dim, mirrors = _layout(name, param, world)
+            is_owner = mirrors[world.rank] == world.rank
+            by_param[id(param)] = RowShard([], param, ranges, dim, mirrors, is_owner, fill_device)
         held = out[name] = by_param[id(param)]
         if not any(live is other and attr == slot for other, slot in held.slots):
             held.slots.append((live, attr))
@@ -167,24 +202,26 @@ def whole_shapes(held: Mapping[str, RowShard]) -> dict[Slot, nn.Parameter]:
     return out
 
 
-def _layout(name: str, param: torch.Tensor, world: World) -> tuple[Ranges, int, bool]:
-    """(ranges, dimension dealt out, is this rank's copy the one that counts)."""
-    if not isinstance(param, DTensor):
-        return whole_ranges(param.numel(), world.size), 0, world.is_main
-    dim, holders = _holders(name, param, world)
-    if len(holders) == 1:
-        return whole_ranges(param.numel(), world.size), 0, world.is_main
+def _layout(name: str, param: torch.Tensor, world: World) -> tuple[Ranges, int, tuple[int, ...]]:
+    """(ranges, dimension dealt out, for each rank whose elements it holds)."""
+    rows = _rows(name, param, world) if isinstance(param, DTensor) else None
+    if rows is None:
+        return whole_ranges(param.numel(), world.size), 0, (0,) * world.size
+    dim, table = rows
+    holders = table[0]
     dealt = row_ranges(param.shape[dim], param.numel() // max(param.shape[dim], 1), len(holders))
-    ranges: list[tuple[int, int]] = []
-    for rank in range(world.size):
-        last = ranges[-1][1] if ranges else 0
-        ranges.append(dealt[holders.index(rank)] if rank in holders else (last, last))
-    return tuple(ranges), dim, world.rank in holders
+    mirrors = {rank: holders[position] for row in table for position, rank in enumerate(row)}
+    return spread(dealt, holders, world.size), dim, tuple(mirrors[rank] for rank in range(world.size))
 
 
-def _holders(name: str, param: DTensor, world: World) -> tuple[int, list[int]]:
-    """(dimension dealt out, ranks of the first replica in the order of the mesh). One rank: every rank holds all of it."""
+def _rows(name: str, param: DTensor, world: World) -> tuple[int, list[list[int]]] | None:
+    """(dimension dealt out, the world's ranks: a row for each replica, in the order of the parts). None: all of it everywhere."""
     mesh = param.device_mesh
+    here = sorted(mesh.mesh.flatten().tolist())
+    if here != (list(world.ranks) if world.ranks else list(range(world.size))):
+        raise ModelError(
+            f"{name} is spread over the ranks {here}, other parameters over others: lockstep needs one mesh for the whole model"
+        )
     axes = [axis for axis, placement in enumerate(param.placements) if type(placement) is Shard]
     others = [placement for placement in param.placements if type(placement) not in (Shard, Replicate)]
     if others or len(axes) > 1:
@@ -192,20 +229,16 @@ def _holders(name: str, param: DTensor, world: World) -> tuple[int, list[int]]:
             f"{name}: placements {tuple(param.placements)} on mesh {mesh.mesh.tolist()}; lockstep reads tensors that one axis "
             "deals out (Shard) and the others copy (Replicate). Tensor parallelism over it is not supported"
         )
-    if not axes:
-        return 0, [0]
-    ranks = [world.rank_of(rank) for rank in _first_replica(mesh, axes[0])]
-    if ranks != sorted(ranks):
+    if not axes or mesh.mesh.shape[axes[0]] == 1:
+        return None
+    table = mesh.mesh.movedim(axes[0], -1).reshape(-1, mesh.mesh.shape[axes[0]]).tolist()
+    rows = [[world.rank_of(rank) for rank in row] for row in table]
+    if rows[0] != sorted(rows[0]):
         raise ModelError(
-            f"{name}: the mesh {mesh.mesh.tolist()} deals rows to ranks {ranks}; lockstep needs them ascending: "
+            f"{name}: the mesh {mesh.mesh.tolist()} deals rows to ranks {rows[0]}; lockstep needs them ascending: "
             "make the mesh with ascending ranks (init_device_mesh does)"
         )
-    return cast(Any, param.placements[axes[0]]).dim, ranks
-
-
-def _first_replica(mesh: DeviceMesh, axis: int) -> list[int]:
-    rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.shape[axis])
-    return rows[0].tolist()
+    return cast(Any, param.placements[axes[0]]).dim, rows
 
 
 def row_ranges(rows: int, row_numel: int, size: int) -> Ranges:
@@ -213,6 +246,15 @@ def row_ranges(rows: int, row_numel: int, size: int) -> Ranges:
     step = -(-rows // size)
     bounds = [min(rank * step, rows) for rank in range(size + 1)]
     return tuple((bounds[rank] * row_numel, bounds[rank + 1] * row_numel) for rank in range(size))
+
+
+def spread(dealt: Ranges, holders: Sequence[int], size: int) -> Ranges:
+    """The ranges of all ranks, when these (ascending) have the dealt parts and the others' copies do not count."""
+    ranges: list[tuple[int, int]] = []
+    for rank in range(size):
+        last = ranges[-1][1] if ranges else 0
+        ranges.append(dealt[holders.index(rank)] if rank in holders else (last, last))
+    return tuple(ranges)
 
 
 def whole_ranges(numel: int, size: int) -> Ranges:

@@ -6,15 +6,18 @@ how to read and overwrite them. The backends differ in their holdings and in how
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.dist import World
+from lockstep.dist import World, data_phase
 from lockstep.errors import ModelError
 from lockstep.model.lora import reference_policy
 from lockstep.names import clean_name
@@ -44,12 +47,24 @@ class Holding(Protocol):
         """What an optimizer updates for it."""
         ...
 
+    @property
+    def is_owner(self) -> bool:
+        """Is this rank's copy the one that counts? Others hold the same elements, and their range is empty."""
+        ...
+
+    mirrors: tuple[int, ...]
+    """For each rank, whose elements it holds: its own number, or that of the owner that it is a replica of."""
+
     def read(self) -> torch.Tensor:
-        """This rank's elements, 1-D, detached."""
+        """The elements that lie here, owned or not: 1-D, detached, a view of live memory where `dim` is 0."""
         ...
 
     def write(self, values: torch.Tensor) -> None:
         """Overwrite them."""
+        ...
+
+    def give_memory(self) -> None:
+        """Of a parameter on meta; its values are undefined until they are written."""
         ...
 
     def is_current(self) -> bool:
@@ -92,6 +107,31 @@ class LiveModel:
             )
         return reference_policy(cast(Any, model))
 
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Collective. What several ranks hold alike counts once, wherever the wrappers stand (FSDP1's own wants one at the root)."""
+        grads = dict(self._gradients())
+        counted = [grad for grad, is_owner in grads.items() if is_owner]
+        squares = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        for norm in torch._foreach_norm([grad.float() for grad in counted]) if counted else ():
+            squares += norm.to(squares.device).square()
+        if self.world.size > 1:
+            with data_phase(self.world, "norm of gradients"):
+                dist.all_reduce(squares, group=self.world.data)
+        norm = math.sqrt(squares.item())
+        if norm > max_norm and grads:
+            torch._foreach_mul_(list(grads), max_norm / (norm + 1e-6))
+        return norm
+
+    def _gradients(self) -> Iterator[tuple[torch.Tensor, bool]]:
+        """This rank's part of every gradient, once, and whether this rank counts it."""
+        seen: set[int] = set()
+        for tensor in self.plan.parameters:
+            held = self._holdings[tensor.name]
+            grad = held.trained.grad
+            if tensor.is_trainable and grad is not None and id(held.trained) not in seen:
+                seen.add(id(held.trained))
+                yield grad.to_local() if isinstance(grad, DTensor) else grad, held.is_owner
+
     def settle(self) -> None:
         """Nothing to do, unless the backend says otherwise."""
 
@@ -102,7 +142,8 @@ class LiveModel:
         return self._holdings[name].dim
 
     def local_flat(self, name: str) -> torch.Tensor:
-        return self._holdings[name].read()
+        held = self._holdings[name]
+        return held.read() if held.is_owner else held.read()[:0]
 
     def write_local(self, name: str, values: torch.Tensor) -> None:
         start, stop = self.ranges(name)[self.world.rank]
@@ -111,8 +152,30 @@ class LiveModel:
                 f"{name}: this rank holds elements {start}..{stop}, so {stop - start} values in 1-D are due; "
                 f"{list(values.shape)} came"
             )
+        held = self._holdings[name]
         with torch.no_grad():
-            self._holdings[name].write(values)
+            held.give_memory()
+            if held.is_owner:
+                held.write(values)
+
+    def copy_to_replicas(self) -> None:
+        """Collective; for loading. Give what several ranks hold alike (replicas, unsharded parameters) the first one's values.
+
+        `write_local` reaches the first replica only. Nothing travels where every element is held once.
+        """
+        with torch.no_grad(), data_phase(self.world, "copying to replicas"):
+            for held in self._holdings.values():
+                mine = held.read()
+                for owner in sorted(set(held.mirrors)) if len(set(held.mirrors)) < self.world.size else ():
+                    start, stop = held.ranges[owner]
+                    if start == stop or mine.is_meta:
+                        continue
+                    is_mine = held.mirrors[self.world.rank] == owner
+                    values = mine.contiguous() if is_mine else mine.new_empty(stop - start)
+                    moved = values.to(self.world.device)  # under CPU offload shards are on the CPU, and NCCL is not
+                    dist.broadcast(moved, self.world.ranks[owner] if self.world.ranks else owner, self.world.data)
+                    if is_mine and owner != self.world.rank:
+                        held.write(moved)
 
     def buffer(self, name: str) -> torch.Tensor:
         live, attr = self._buffers[name]
@@ -142,6 +205,23 @@ def parameter_slots(module: nn.Module) -> Iterator[tuple[str, LiveSlot]]:
         for attr, param in live._parameters.items():
             if param is not None and attr != "_flat_param":  # FSDP1's own, not one of the model's
                 yield f"{name}.{attr}" if name else attr, (live, attr)
+
+
+def outermost(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """By clean name of every module below the root: (live parent, key) of the outermost live module of that name.
+
+    Several for a module that hangs in several places.
+    """
+    first: dict[str, tuple[nn.Module, str]] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name, each in modules.items():
+        path, _, key = name.rpartition(".")
+        if name:
+            first.setdefault(clean_name(name), (modules[path], key))
+            places.setdefault(id(each), []).append((modules[path], key))
+    first.pop("", None)  # below a wrapper at the root
+    return {name: places[id(parent._modules[key])] for name, (parent, key) in first.items()}
 
 
 def unit_names(module: nn.Module, kind: type | tuple[type, ...]) -> list[str]:
@@ -174,7 +254,7 @@ def _by_unit(
     known = set(units)
     out: dict[str, list[PlannedTensor]] = {}
     for key, tensor in tensors.items():
-        owners = {_nearest(name, known) for name in names[key]}
+        owners = {nearest_unit(name, known) for name in names[key]}
         planned = PlannedTensor(
             name=names[key][0],
             shape=tuple(tensor.shape),
@@ -197,7 +277,8 @@ def _volatile(skeleton: nn.Module) -> set[str]:
     }
 
 
-def _nearest(name: str, units: set[str]) -> str:
+def nearest_unit(name: str, units: set[str]) -> str:
+    """The innermost of these modules that a tensor is in; empty: the root."""
     parts = name.split(".")[:-1]
     prefixes = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
     return next((prefix for prefix in prefixes if prefix in units), "")
