@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import __version__
+from lockstep.cli_plan import run_plan
 from lockstep.config import Config, Option, describe_options, dump_config, load_config
 from lockstep.errors import ModelError
 from lockstep.failures import EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED, at_work, deliver, describe
@@ -36,9 +37,11 @@ lockstep: RL post-training for LoRA adapters on PyTorch FSDP.
                  [--print-config]
   lockstep eval  RECIPE [key.sub=value ...] [--nproc N]
                  [--adapter DIR | --base] [--template T ...] [--print-config]
-  lockstep train --help, lockstep eval --help, lockstep --version
+  lockstep plan  MODEL_OR_CONFIG --world-size N [--json] [options]
+  lockstep train --help, lockstep eval --help, lockstep plan --help,
+  lockstep --version
 
-Both work the same when started by torchrun (one or many hosts) or by srun.
+train and eval work the same when started by torchrun (one or many hosts) or srun.
 """
 
 
@@ -93,9 +96,11 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] == "--version":
         print(f"lockstep {__version__}")
         return 0
+    if words[0] == "plan":
+        return run_plan(words[1:])
     parsers = {"train": _train_parser(), "eval": _eval_parser()}
     if words[0] not in parsers:
-        print(f"lockstep: unknown command {words[0]!r}; it is one of {', '.join(parsers)}", file=sys.stderr)
+        print(f"lockstep: unknown command {words[0]!r}; it is one of {', '.join(parsers)}, plan", file=sys.stderr)
         return EXIT_INPUT
     args = parsers[words[0]].parse_intermixed_args(words[1:])
     config = load_config(args.recipe, args.overrides)

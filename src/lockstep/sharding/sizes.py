@@ -23,9 +23,14 @@ def shard_bytes(plan: ShardingPlan, rank: int, world_size: int, backend: Backend
     parameters of a unit behind each other and cuts that into equal parts. Integer payloads, which FSDP1 cannot flatten, are
     whole on every rank.
     """
+    return sum(unit_shard_bytes(unit, rank, world_size, backend) for unit in plan.units)
+
+
+def unit_shard_bytes(unit: ShardUnit, rank: int, world_size: int, backend: Backend) -> int:
+    """The same for one unit."""
     if backend == "fsdp2":
-        return sum(rows_of_rank(tensor, rank, world_size) * _row_bytes(tensor) for tensor in plan.parameters)
-    return sum(_flat_bytes(unit, world_size) // world_size + _payload_bytes(unit) for unit in plan.units)
+        return sum(rows_of_rank(tensor, rank, world_size) * _row_bytes(tensor) for tensor in unit.parameters)
+    return _flat_bytes(unit, world_size) // world_size + _payload_bytes(unit)
 
 
 def largest_shard_bytes(plan: ShardingPlan, world_size: int, backend: Backend) -> int:

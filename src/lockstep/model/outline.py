@@ -1,0 +1,51 @@
+"""A configuration file in, the model that it describes on the meta device out: every shape and dtype, no weights, no memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from lockstep.errors import ModelError
+
+
+def read_model_config(path: Path) -> PreTrainedConfig:
+    """The configuration in a folder's config.json, or in a file of that form. Raises `ModelError`."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(
+            f"{file} does not exist; expected a folder with config.json, a file like it, or a recipe (.yaml)"
+        )
+    try:
+        return AutoConfig.from_pretrained(file, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"{file} is not a configuration that transformers knows: {error}") from error
+
+
+def build_outline(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model, all stages of it, parameters and buffers on meta, ties made.
+
+    The class is the causal language model of the configuration, or else the one that the configuration names, or else the bare
+    model. Raises `ModelError` where transformers cannot build it.
+    """
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = _build(config, dtype)
+    except (ValueError, AttributeError, ImportError, TypeError) as error:
+        raise ModelError(f"{type(config).__name__}: cannot build the model: {error}") from error
+    model.tie_weights()
+    return model.eval()
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if named is not None:
+            return cast(Any, named)._from_config(config, dtype=dtype)
+    return AutoModel.from_config(config, dtype=dtype)
