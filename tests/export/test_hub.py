@@ -165,10 +165,11 @@ def test_two_adapters_are_merged_each_for_itself(tmp_path):
     model.set_adapter("other")
     fill_adapters(model)
     model.set_adapter("default")
-    for adapter in ("default", "other"):
+    for adapter, other in (("default", "other"), ("other", "default")):
         alone = copy.deepcopy(model)
         alone.set_adapter(adapter)
-        wanted = saved(alone.merge_and_unload(adapter_names=[adapter]), tmp_path / adapter)
+        alone.delete_adapter(other)
+        wanted = saved(alone.merge_and_unload(), tmp_path / adapter)
         same(export(model, adapter), wanted)
 
 
@@ -345,15 +346,17 @@ ADAPTERS = {
 def test_adapter_names_and_values_are_pefts_own(case, adapter):
     name, options = ADAPTERS[case]
     model = with_lora(make(name), adapter, **options)
-    second = {**options, "bias": "none"}
-    if "trainable_token_indices" not in options:
-        model.add_adapter(f"{adapter}2", LoraConfig(r=3, **second))
+    if not {"trainable_token_indices", "target_parameters"} & set(options):  # there, PEFT allows one adapter (0.19)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.add_adapter(f"{adapter}2", LoraConfig(r=3, **{**options, "bias": "none"}))
     live = tensors(model)
     named = adapter_names(skeleton(model, {}), adapter)
     # Given a state dict, PEFT does not look at the shapes: its check takes a LoRA bias for a shard and warns.
     wanted = get_peft_model_state_dict(
         model, state_dict=model.state_dict(), adapter_name=adapter, save_embedding_layers=False
     )
+    wanted = {file: value for file, value in wanted.items() if f"{adapter}2" not in file}  # peft 0.19 takes both
     same({file: live[source] for source, file in named.items()}, wanted)
 
 
