@@ -227,7 +227,7 @@ def test_larger_matrices_round_alike_in_slices(shape, threads):
             delta = ((b.float() @ a.float()) * 0.7).to(dtype)
             wanted = base + (delta if kind == "linear" else delta.T)
             live = {"w": base, "a": a, "b": b}
-            for ranks in (1, 2, 3, 5, 8):
+            for ranks in (1, 2, 3, 5, 8) if threads == 1 else (2, 5):
                 assert torch.equal(by_ranges(merge, live, cuts(base.numel(), ranks, rng)), wanted), (kind, dtype, ranks)
             rows = [width * row for row in (0, 1, 2, out // 2, out - 1, out)]
             assert torch.equal(by_ranges(merge, live, rows), wanted), (kind, dtype)

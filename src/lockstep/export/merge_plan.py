@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Conv2d, Embedding, Linear, LoraLayer, ParamWrapper
-from peft.tuners.lora.layer import Conv1d, Conv3d, MultiheadAttention
+from peft.tuners.lora.layer import Conv1d, Conv3d
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
@@ -36,8 +36,8 @@ from lockstep.export.peft_tree import (
 )
 from lockstep.model.lora import scaling_of
 
-_PLAIN_LORA = (Linear, Embedding, ParamWrapper, Conv1d, Conv2d, Conv3d, MultiheadAttention)
-"""PEFT's LoRA layers over weights as they are; its others are made for quantised ones."""
+_OVER_PLAIN_WEIGHTS = tuple(f"peft.tuners.lora.{name}" for name in ("layer", "tp_layer", "te"))
+"""Where PEFT keeps its LoRA layers over weights as they are; those of its other modules are made for quantised ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +200,9 @@ def _refuse(module: PlainModule, wrapper: Wrapper, adapter: str) -> None:
 
 def _quantised(layer: nn.Module, base: nn.Module) -> str:
     """Why a base counts as quantised; "" if it does not."""
-    if (
-        isinstance(layer, LoraLayer)
-        and type(layer).__module__.startswith("peft.")
-        and not isinstance(layer, _PLAIN_LORA)
-    ):
-        return f"its base is quantised (PEFT wraps it in {type(layer).__module__}.{type(layer).__name__})"
+    home = type(layer).__module__
+    if home.startswith("peft.tuners.lora.") and home not in _OVER_PLAIN_WEIGHTS:
+        return f"its base is quantised (PEFT wraps it in {home}.{type(layer).__name__})"
     for name, param in base.named_parameters(recurse=False):
         if not (param.dtype.is_floating_point or param.dtype.is_complex) or param.dtype.itemsize < 2:
             return f"its base is quantised ({name} is {param.dtype})"
