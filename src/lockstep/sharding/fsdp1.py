@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -224,7 +224,7 @@ def _shard(
         return FlatShard(wrapper, flat, index, whole_ranges(numel, world.size), everything, mirrors, world.is_main)
     part: int = flat._sharded_size.numel()
     bounds: list[int] = [min(max(position * part - offset, 0), numel) for position in range(len(holders) + 1)]
-    dealt: Ranges = tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    dealt: Ranges = tuple(pairwise(bounds))
     start, stop = dealt[handle.rank]
     begin = offset + start - handle.rank * part if start < stop else 0
     mirrors = tuple(rank % len(holders) for rank in range(world.size))

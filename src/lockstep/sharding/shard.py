@@ -215,14 +215,15 @@ def _to_split(plan: ShardingPlan, modules: dict[str, nn.Module], name: str) -> I
         yield home
         return
     layer = next(f for f in _above(home) if not isinstance(modules[f], nn.ParameterDict | nn.ModuleDict))
-    if is_adapter_name(name) and layer != unit.module:
+    if is_adapter_name(name):
         frozen = [
             tensor for tensor in unit.parameters if tensor.name.startswith(f"{layer}.") and not tensor.is_trainable
         ]
         homes = {tensor.name.rpartition(".")[0] for tensor in frozen}
         if layer not in homes and not any(tensor.aliases for tensor in frozen):
             yield from sorted(homes)
-            yield layer
+            if layer != unit.module:
+                yield layer
             return
     raise ModelError(
         f"{name} is trainable, the rest of {layer or 'the root'} is frozen, and it has no module of its own to be a unit "

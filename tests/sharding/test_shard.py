@@ -1,0 +1,280 @@
+"""`shard`: the plan's units, both backends, every layout, values equal to the unsharded model's; refusals before any wrapping."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from helpers_models import tiny_gemma3, tiny_gpt2
+from helpers_sharded import check_holds, whole_of
+from lockstep.dist import World
+from lockstep.errors import ModelError, RankMissing, RanksDisagree
+from lockstep.names import clean_name
+from lockstep.sharding.plan import LayerClasses, Modules, ShardingPlan, plan_sharding
+from lockstep.sharding.precision import Precision
+from lockstep.sharding.shard import shard
+from lockstep.testing import collect_ranks, run_ranks, tiny_llama
+
+IDS = torch.arange(1, 9)[None]
+
+
+def lora(model: nn.Module, **options: Any) -> PeftModel:
+    torch.manual_seed(1)
+    values = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
+    return get_peft_model(model, LoraConfig(**values))
+
+
+def bf16_with_fp32_adapter() -> PeftModel:
+    model = lora(tiny_llama().bfloat16())
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data = param.data.float()
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: lora(tiny_llama(), use_dora=True),
+    "tied llama": lambda: lora(tiny_llama(tie_word_embeddings=True)),
+    "lora on the embedding": lambda: lora(tiny_llama(), target_modules=["embed_tokens", "q_proj"]),
+    "modules_to_save": lambda: lora(tiny_llama(), modules_to_save=["lm_head"]),
+    "bf16": lambda: tiny_llama().bfloat16(),
+    "gpt2": lambda: lora(tiny_gpt2(), target_modules=["c_attn"], fan_in_fan_out=True),
+    "gemma3": lambda: lora(tiny_gemma3()),
+}
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS).logits.float().square().mean()
+
+
+def check_values(make: Callable[[], nn.Module], world: World, **options: Any) -> None:
+    """Held, computed and reduced as the unsharded model's."""
+    plain = make()
+    whole, buffers = whole_of(plain), dict(plain.named_buffers(remove_duplicate=False))
+    sharded = shard(make(), **options)
+    check_holds(sharded, whole, buffers)
+    with torch.no_grad():
+        before = loss_of(sharded.module)
+    check_holds(sharded, whole, buffers)
+    loss = loss_of(sharded.module)
+    check_holds(sharded, whole, buffers)  # between forward and backward
+    loss.backward()
+    assert torch.equal(loss, before)
+    expected = loss_of(plain)
+    expected.backward()
+    rel = 1e-5 if loss.dtype == next(plain.parameters()).dtype else 5e-2
+    assert float(loss) == pytest.approx(float(expected), rel=rel)
+    norm = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    assert sharded.clip_grad_norm(1e9) == pytest.approx(float(norm), rel=max(rel, 1e-4))
+    assert {name for name, _ in sharded.trainable()} <= set(whole)
+    sharded.settle()
+    assert sharded.is_current()
+
+
+def check_backends(world: World) -> None:
+    backends: list[dict[str, Any]] = [
+        {"backend": "fsdp2"},
+        {"backend": "fsdp1"},
+        {"backend": "fsdp1", "use_orig_params": False},
+    ]
+    layouts: list[dict[str, Any]] = [{"reshard_after_forward": False}, {"cpu_offload": True}]
+    if world.size == 4:
+        layouts.append({"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))})
+    for name, make in MODELS.items():
+        for options in backends:
+            run_case(name, make, world, options)
+    for layout in layouts:
+        for options in backends:
+            # FSDP1 pins offloaded memory, which a machine without an accelerator cannot.
+            if options["backend"] == "fsdp1" and "cpu_offload" in layout:
+                continue
+            run_case("llama", MODELS["llama"], world, options | layout)
+
+
+def run_case(name: str, make: Callable[[], nn.Module], world: World, options: dict[str, Any]) -> None:
+    try:
+        check_values(make, world, **options)
+    except Exception as error:
+        raise AssertionError(f"{name}, {options}: {type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_values_forward_and_gradients_are_the_unsharded_models(size: int):
+    run_ranks(size, check_backends, timeout_s=300)
+
+
+def units_of(module: nn.Module, kind: type) -> set[str]:
+    return {clean_name(name) for name, each in module.named_modules() if isinstance(each, kind)}
+
+
+def check_units(world: World) -> None:
+    plan = plan_sharding(MODELS["llama"]())
+    planned = {unit.module for unit in plan.units}
+    assert units_of(shard(MODELS["llama"](), plan).module, FSDPModule) == planned
+    first = shard(MODELS["llama"](), plan, backend="fsdp1")
+    assert units_of(first.module, FullyShardedDataParallel) == planned
+    assert [unit.module for unit in first.plan.units] == [unit.module for unit in plan.units]
+    leaves = shard(MODELS["llama"](), plan, backend="fsdp1", use_orig_params=False)
+    for unit in leaves.plan.units:
+        assert len({tensor.is_trainable for tensor in unit.parameters}) <= 1, unit.module
+    nested = plan_sharding(tiny_llama(), Modules(("model.layers.*.mlp", "model.layers.0")))
+    for backend in ("fsdp1", "fsdp2"):
+        sharded = shard(tiny_llama(), nested, backend=backend)
+        assert {unit.module for unit in sharded.plan.units} == {
+            "model.layers.0",
+            "model.layers.0.mlp",
+            "model.layers.1.mlp",
+            "",
+        }
+        check_holds(sharded, whole_of(tiny_llama()), dict(tiny_llama().named_buffers()))
+
+
+def check_mixed_dtypes(world: World) -> None:
+    plain = bf16_with_fp32_adapter()
+    whole, buffers = whole_of(plain), dict(plain.named_buffers())
+    check_holds(shard(bf16_with_fp32_adapter()), whole, buffers)
+    check_holds(shard(bf16_with_fp32_adapter(), backend="fsdp1", mixed_dtypes="split"), whole, buffers)
+    aligned = {name: value.bfloat16() for name, value in whole.items()}
+    check_holds(shard(bf16_with_fp32_adapter(), backend="fsdp1", mixed_dtypes="align"), aligned, buffers)
+    with pytest.raises(ModelError, match="lora_A"):
+        shard(bf16_with_fp32_adapter(), backend="fsdp1", mixed_dtypes="refuse")
+
+
+def check_precision(world: World) -> None:
+    low = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for backend in ("fsdp1", "fsdp2"):
+        sharded = shard(tiny_llama(), backend=backend, precision=low)
+        logits = sharded.module(input_ids=IDS).logits
+        assert logits.dtype == torch.bfloat16
+        check_holds(sharded, whole_of(tiny_llama()), dict(tiny_llama().named_buffers()))
+        logits.sum().backward()
+        assert {param.grad.dtype for _, param in sharded.trainable() if param.grad is not None} == {torch.float32}
+    with pytest.raises(ModelError, match="output_dtype exists on FSDP2 only"):
+        shard(tiny_llama(), backend="fsdp1", precision=Precision(output_dtype=torch.float32))
+    with pytest.raises(ModelError, match="buffer_dtype exists on FSDP1 only"):
+        shard(tiny_llama(), precision=Precision(buffer_dtype=torch.bfloat16))
+
+
+def check_meta(world: World) -> None:
+    """Real on rank 0 and empty elsewhere: rank 0's values reach every part, replicas too."""
+    meshes: list[dict[str, Any]] = [{}]
+    if world.size == 4:
+        meshes.append({"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))})
+    for layout in meshes:
+        for backend in ("fsdp1", "fsdp2"):
+            model = MODELS["tied llama"]()
+            plain = MODELS["tied llama"]()
+            if not world.is_main:
+                buffers = dict(model.named_buffers())
+                model.to("meta")
+                for name, buffer in buffers.items():
+                    path, _, leaf = name.rpartition(".")
+                    model.get_submodule(path)._buffers[leaf] = buffer
+                model.tie_weights()
+            sharded = shard(model, backend=backend, **layout)
+            check_holds(sharded, whole_of(plain), dict(plain.named_buffers()))
+            # What replicas hold is seen by computing with it.
+            assert float(loss_of(sharded.module)) == pytest.approx(float(loss_of(plain)), rel=1e-5)
+
+
+def check_refusals(world: World) -> None:
+    """By name, on every rank, and with the model as it was."""
+    odd = tiny_llama()
+    odd.lm_head.weight = nn.Parameter(odd.lm_head.weight.detach().t().contiguous().t())
+    cases: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (odd, {}, r"lm_head\.weight is not contiguous"),
+        (tied_embedding_lora(), {"backend": "fsdp1", "use_orig_params": False}, "lora_embedding_A"),
+        (shard(tiny_llama()).module, {"plan": plan_sharding(tiny_llama())}, "sharded already; use attach"),
+        (shard(tiny_llama(), backend="fsdp1").module, {"plan": plan_sharding(tiny_llama())}, "sharded already; use attach"),
+        (lora(tiny_llama()), {"plan": plan_sharding(tiny_llama())}, "the plan and the model differ in"),
+        (tiny_llama(tie_word_embeddings=True), {"plan": across_units()}, r"model\.embed_tokens\.weight of unit .* is tied to lm_head"),
+    ]  # fmt: skip
+    for model, options, message in cases:
+        before = [type(each) for each in model.modules()]
+        with pytest.raises(ModelError, match=message):
+            shard(model, **options)
+        assert before == [type(each) for each in model.modules()]
+    if not world.is_main:
+        with pytest.raises(RanksDisagree, match="refused here: lm_head"):
+            shard(tiny_llama())
+    else:
+        with pytest.raises(ModelError, match=r"lm_head\.weight is not contiguous"):
+            shard(odd)
+
+
+def tied_embedding_lora() -> PeftModel:
+    return lora(tiny_llama(tie_word_embeddings=True), target_modules=["embed_tokens"])
+
+
+def across_units() -> ShardingPlan:
+    """A plan that makes the embedding of a tied model a unit without its head."""
+    untied = plan_sharding(tiny_llama(), Modules(("model.embed_tokens",)))
+    inner, root = untied.units
+    tied = dataclasses.replace(inner.parameters[0], aliases=("lm_head.weight",))
+    rest = tuple(tensor for tensor in root.parameters if tensor.name != "lm_head.weight")
+    return ShardingPlan((dataclasses.replace(inner, parameters=(tied,)), dataclasses.replace(root, parameters=rest)))
+
+
+def check_sub_mesh(world: World) -> None:
+    """Two models side by side, each on half of the ranks."""
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "mine"))["mine"]
+    for backend in ("fsdp2", "fsdp1"):
+        seed = world.rank // 2
+        sharded = shard(tiny_llama(seed=seed), mesh=half, backend=backend)
+        assert (sharded.world.rank, sharded.world.size) == (world.rank % 2, 2)
+        check_holds(sharded, whole_of(tiny_llama(seed=seed)), dict(tiny_llama().named_buffers()))
+        loss_of(sharded.module).backward()
+        assert sharded.clip_grad_norm(1e9) > 0
+
+
+def check_everything(world: World) -> None:
+    checks = [check_units, check_mixed_dtypes, check_precision, check_meta, check_refusals]
+    for check in checks + ([check_sub_mesh] if world.size == 4 else []):
+        check(world)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_units_dtypes_precision_meta_and_refusals(size: int):
+    run_ranks(size, check_everything, timeout_s=300)
+
+
+def disagree(world: World, what: str) -> None:
+    is_odd = world.rank == 1
+    model = lora(tiny_llama(), r=8 if is_odd and what == "rank" else 4)
+    if is_odd and what == "scale":
+        for each in model.modules():
+            if isinstance(getattr(each, "scaling", None), dict):
+                each.scaling["default"] = 7.0
+    if is_odd and what == "absent":
+        return
+    policy = LayerClasses(("LlamaMLP",)) if is_odd and what == "units" else None
+    shard(model, plan_sharding(model, policy), reshard_after_forward=is_odd and what == "options", timeout_s=3)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("rank", r"\[4, 32\].*\[8, 32\]"),
+        ("scale", "7.0"),
+        ("units", "unit"),
+        ("options", "reshard_after_forward=True"),
+        ("absent", "rank 1"),
+    ],
+)
+def test_ranks_that_differ_all_raise_before_wrapping(what: str, expected: str):
+    outcomes = collect_ranks(2, disagree, what, timeout_s=60)
+    kind = RankMissing if what == "absent" else RanksDisagree
+    failed = [text for ok, text in outcomes if not ok]
+    assert len(failed) == (1 if what == "absent" else 2)
+    for text in failed:
+        assert kind.__name__ in text
+        assert re.search(expected, text), text
