@@ -279,7 +279,7 @@ def test_tensors_that_are_saved_together_are_one_group(tmp_path):
     """A checkpoint with fused q, k and v, and a renamed norm."""
     model = make("llama")
     model._weight_conversions = [
-        WeightConverter("qkv_proj.weight", ["q_proj.weight", "k_proj.weight", "v_proj.weight"], [Thirds()]),
+        WeightConverter("qkv_proj.weight", ["q_proj.weight", "k_proj.weight", "v_proj.weight"], operations=[Thirds()]),
         WeightRenaming("model.final_norm", "model.norm"),
     ]
     wanted = saved(model, tmp_path)
@@ -311,7 +311,9 @@ class Halves(Chunk):
 
 def test_a_conversion_that_cannot_be_followed_is_refused():
     model = make("llama")
-    model._weight_conversions = [WeightConverter("qk.weight", ["q_proj.weight", "k_proj.weight"], [Halves()])]
+    model._weight_conversions = [
+        WeightConverter("qk.weight", ["q_proj.weight", "k_proj.weight"], operations=[Halves()])
+    ]
     with pytest.raises(IncompleteExport, match=r"LlamaForCausalLM cannot be followed.*k_proj.*qk"):
         hub_plan(skeleton(model, {}), adapter=None)
 
