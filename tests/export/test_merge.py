@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from lockstep.errors import IncompleteExport
+from lockstep.export.hub import hub_plan
 from lockstep.export.merge import RowsMerge, merge_elements, merge_scratch, merge_window
 from lockstep.export.merge_plan import fake_quantizers, plan_merges
 from lockstep.sharding.skeleton import skeleton
@@ -362,3 +363,52 @@ def test_scratch_values_must_all_come_in_their_shapes():
         merge_scratch(shape, merge, {name: value for name, value in values.items() if name != missing})
     with pytest.raises(IncompleteExport, match="what came is"):
         merge_scratch(shape, merge, {**values, missing: torch.zeros(1, 2, 3)})
+
+
+class Packed(nn.Module):
+    """A linear layer over int8 rows with a scale each."""
+
+    def __init__(self, plain: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        scale = plain.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((plain.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.bias = plain.bias
+        self.register_buffer("scale", scale)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.weight.float() * self.scale
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.dequantize(), self.bias)
+
+
+def test_quantised_bases_are_merged_when_dequantising_was_asked_for():
+    model = small()
+    where, plain = model.base_model.model.up, Mixed()
+    where.base_layer, model.base_model.model.attend.out_proj = Packed(plain.up), Packed(plain.attend.out_proj)
+    where.lora_B["default"].weight.data.normal_()
+    assert "MergedExport(dequantize=True)" in refusal(model)
+    shape, live = skeleton(model, {}), tensors(model)
+    merges = plan_merges(shape, "default", dequantize=True)
+    got = {}
+    for merge in merges.scratch:
+        got |= merge_scratch(shape, merge, {name: live[name].clone() for name in merge.inputs})
+    delta = where.lora_B["default"].weight @ where.lora_A["default"].weight * where.scaling["default"]
+    prefix = "base_model.model."
+    assert torch.equal(got[f"{prefix}up.base_layer.weight"], where.base_layer.dequantize() + delta)
+    out = model.base_model.model.attend.out_proj
+    assert torch.equal(got[f"{prefix}attend.out_proj.weight"], out.dequantize())
+    specs = {
+        tensor.outputs[0].name: tensor.outputs[0]
+        for tensor in hub_plan(shape, adapter="default", merges=merges).tensors
+    }
+    assert set(specs) == {name for name, _ in plain.named_parameters()}
+    assert specs["up.weight"].dtype == torch.float32
+    assert {name for merge in merges.scratch for name in merge.dropped} == {
+        f"{prefix}up.base_layer.scale",
+        f"{prefix}attend.out_proj.scale",
+    }
+    del Packed.dequantize
+    with pytest.raises(IncompleteExport, match="cannot dequantise itself"):
+        plan_merges(shape, "default", dequantize=True)

@@ -125,6 +125,12 @@ def _plain_of(model: nn.Module) -> nn.Module:
 def _slots(model: nn.Module, adapter: str | None, merges: Merges) -> dict[str, _Slot]:
     """Plain name -> slot, of what the plain model's state dict holds."""
     slots = {}
+    dropped = {name for merge in merges.scratch for name in merge.dropped}
+    specs = {
+        merge.dequantised.name: torch.empty(merge.dequantised.shape, dtype=merge.dequantised.dtype, device="meta")
+        for merge in merges.scratch
+        if merge.dequantised is not None
+    }
     for module in walk_plain(model, adapter):
         buffers = {
             name: buffer
@@ -132,9 +138,10 @@ def _slots(model: nn.Module, adapter: str | None, merges: Merges) -> dict[str, _
             if name not in module.module._non_persistent_buffers_set
         }
         for attr, tensor in (module.module._parameters | buffers).items():
-            if tensor is not None:
-                live, name = join(module.live, attr), join(module.name, attr)
-                slots[name] = _Slot(name, live, tensor, (id(tensor), *_change(model, merges, live)))
+            live, name = join(module.live, attr), join(module.name, attr)
+            if tensor is not None and live not in dropped:
+                value = (id(tensor), *_change(model, merges, live))
+                slots[name] = _Slot(name, live, specs.get(live, tensor), value)
     return slots
 
 
@@ -157,7 +164,8 @@ def _check_ties(model: nn.Module, slots: Mapping[str, _Slot], *, untie: bool) ->
     """Weights that are tied in the base must still be equal once merged. Notes on those that are exported apart."""
     groups: dict[int, list[str]] = {}
     for slot in _slots(model, None, Merges()).values():
-        groups.setdefault(id(slot.tensor), []).append(slot.name)
+        if slot.name in slots:
+            groups.setdefault(id(slot.tensor), []).append(slot.name)
     notes = []
     for names in groups.values():
         first = names[0]

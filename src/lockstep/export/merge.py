@@ -25,6 +25,7 @@ from torch import nn
 from lockstep.errors import IncompleteExport
 from lockstep.model.lora import scaling_of
 from lockstep.sharding.skeleton import skeleton as plain_copy
+from lockstep.types import TensorSpec
 
 MIN_ROWS = 16
 """Slices of fewer rows than this are not sure to round like the whole product (measured: 1 to 3 rows differ on MKL)."""
@@ -72,6 +73,10 @@ class ScratchMerge:
     """Live names of the base tensors that may change."""
     reason: str
     """Why not by rows."""
+    dequantised: TensorSpec | None = None
+    """A quantised base: the weight (under its live name) that its own `dequantize` makes, before the adapter is merged into it."""
+    dropped: tuple[str, ...] = ()
+    """Live names of the quantised base's tensors that the plain weight has no use for (scales and the like)."""
 
 
 def merge_window(merge: RowsMerge, *, start: int, stop: int) -> tuple[int, int]:
@@ -175,8 +180,24 @@ def merge_scratch(
         _put(copy, _relative(name, merge.module), values[name].detach().to(device), name)
     home = values[merge.outputs[0]].device
     bases = {name: _owner(copy, _relative(name, merge.module)) for name in merge.outputs}
-    _peft_merge(copy, merge.adapter)
+    if merge.dequantised is not None:
+        bases = {merge.outputs[0]: (_dequantise(copy, bases[merge.outputs[0]][0]), "weight")}
+    if isinstance(copy, BaseTunerLayer) or hasattr(copy, "unload_and_optionally_merge_module"):
+        _peft_merge(copy, merge.adapter)
     return {name: getattr(module, attr).detach().to(home) for name, (module, attr) in bases.items()}
+
+
+def _dequantise(copy: nn.Module, base: nn.Module) -> nn.Module:
+    """A linear layer with the weight that `base` says it stands for, hung where `base` hung."""
+    weight: torch.Tensor = base.dequantize()  # type: ignore[operator]
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    plain.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    plain.register_parameter("bias", base._parameters.get("bias"))
+    if isinstance(copy, LoraLayer):
+        copy.base_layer = plain
+        # PEFT's layers over quantised bases would quantise the sum again.
+        copy.__class__ = LoraLinear  # type: ignore[assignment]
+    return plain
 
 
 def _peft_merge(module: nn.Module, adapter: str) -> None:

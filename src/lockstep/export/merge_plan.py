@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,8 @@ from lockstep.export.peft_tree import (
     walk_plain,
 )
 from lockstep.model.lora import scaling_of
+from lockstep.sharding.skeleton import skeleton as plain_copy
+from lockstep.types import TensorSpec
 
 _OVER_PLAIN_WEIGHTS = tuple(f"peft.tuners.lora.{name}" for name in ("layer", "tp_layer", "te"))
 """Where PEFT keeps its LoRA layers over weights as they are; those of its other modules are made for quantised ones."""
@@ -53,11 +55,14 @@ class Merges:
         return self.rows.get(live) or next((merge for merge in self.scratch if live in merge.outputs), None)
 
 
-def plan_merges(model: nn.Module, adapter: str) -> Merges:
+def plan_merges(model: nn.Module, adapter: str, *, dequantize: bool = False) -> Merges:
     """Every merge of `adapter`, in the model's order. `model` is a skeleton.
 
+    `dequantize`: linear layers over quantised weights, with the adapter or without, become plain ones, by their own
+    `dequantize()` from the tensors that are registered on them.
     Raises `IncompleteExport`, naming the module, for what cannot be merged: no such adapter, an adapter merged into the live
-    model already, quantised bases, fake-quantised ones (QAT), a LoRA bias over a layer without bias, and whatever PEFT refuses.
+    model already, quantised bases otherwise, fake-quantised ones (QAT), a LoRA bias over a layer without bias, and whatever
+    PEFT refuses.
     """
     check_adapter(model, adapter)
     check_unmerged(model)
@@ -65,7 +70,12 @@ def plan_merges(model: nn.Module, adapter: str) -> Merges:
     rows: dict[str, RowsMerge] = {}
     scratch: dict[str, ScratchMerge] = {}
     for module in walk_plain(model, adapter):
-        for wrapper in _carriers(module, adapter):
+        carriers = list(_carriers(module, adapter))
+        if dequantize and _quantised(carriers[0].module if carriers else module.module, module.module):
+            merge = _dequantising_merge(module, carriers, adapter, others=others)
+            scratch.setdefault(merge.module, merge)
+            continue
+        for wrapper in carriers:
             if any(wrapper.live == name or wrapper.live.startswith(f"{name}.") for name in scratch):
                 continue  # PEFT merges what is inside such a module along with it
             _refuse(module, wrapper, adapter)
@@ -79,6 +89,37 @@ def plan_merges(model: nn.Module, adapter: str) -> Merges:
     _check_once(rows, scratch)
     _try(model, scratch)
     return Merges(rows, tuple(scratch.values()))
+
+
+def _dequantising_merge(
+    module: PlainModule, carriers: list[Wrapper], adapter: str, *, others: frozenset[str]
+) -> ScratchMerge:
+    """Raises `IncompleteExport` when the base has no `dequantize()`, or it needs more than the registered tensors."""
+    wrapper = carriers[0] if carriers else Wrapper(module.live, module.module)
+    base, why = module.module, _quantised(wrapper.module, module.module)
+    layer = wrapper.module
+    is_plain_lora = (
+        isinstance(layer, LoraLayer) and not layer.lora_variant.get(adapter) and not layer.lora_bias.get(adapter)
+    )
+    if len(carriers) > 1 or (carriers and not is_plain_lora) or "weight" not in base._parameters:
+        raise IncompleteExport(f"{module.name}: {why}; only plain LoRA over a `weight` is merged after dequantising")
+    merge = _scratch_merge(module, wrapper, adapter, reason=why, others=others)
+    weight = join(module.live, "weight")
+    made = plain_copy(base, {})
+    try:
+        value = made.dequantize()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise IncompleteExport(
+            f"{module.name}: {why}, and {type(base).__name__} cannot dequantise itself from its registered tensors: {error}. "
+            "Export the adapter, or load the base unquantised"
+        ) from error
+    own = [name for name, _ in (*base.named_parameters(), *base.named_buffers()) if name not in ("weight", "bias")]
+    return replace(
+        merge,
+        outputs=(weight,),
+        dequantised=TensorSpec(weight, tuple(value.shape), value.dtype),
+        dropped=tuple(join(module.live, name) for name in own),
+    )
 
 
 def _carriers(module: PlainModule, adapter: str) -> Iterator[Wrapper]:
@@ -186,7 +227,8 @@ def _refuse(module: PlainModule, wrapper: Wrapper, adapter: str) -> None:
     why = _quantised(layer, base)
     if why:
         raise IncompleteExport(
-            f"{module.name}: {why}, so merging would round it again; export the adapter, or load the base unquantised"
+            f"{module.name}: {why}, so merging would round it again; export the adapter, load the base unquantised, or pass "
+            "MergedExport(dequantize=True)"
         )
     has_bias = getattr(base, "bias", None) is not None
     if isinstance(layer, LoraLayer) and layer.lora_bias.get(adapter, False) and not has_bias:
