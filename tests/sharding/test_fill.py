@@ -22,9 +22,11 @@ from lockstep.errors import LockstepError, ModelError, RanksDisagree
 from lockstep.known_warnings import while_injecting
 from lockstep.model.elements import Reader
 from lockstep.model.load import build_empty, find_model, find_weights, load_whole
+from lockstep.model.lora import inject_lora
 from lockstep.sharding.fill import fill
 from lockstep.sharding.fsdp2 import FSDP2Model, shard_fsdp2
 from lockstep.sharding.plan import plan_sharding
+from lockstep.sharding.shard import shard as wrap
 from lockstep.testing import run_ranks, tiny_llama
 
 IDS = torch.arange(1, 12)[None]
@@ -61,6 +63,37 @@ def check_holds(sharded: FSDP2Model, folder: str, dtype: torch.dtype = torch.flo
     assert mine.keys() == wanted.keys()
     for name, value in mine.items():
         assert value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]), name
+
+
+def check_fsdp1(world: World, folders: dict[str, str]) -> None:
+    """Ranges that begin and end within a row, original parameters kept or not, an adapter there or not."""
+    for keeps_originals in (True, False):
+        for name, lora in (
+            ("untied", None),
+            ("tied", "all-linear"),
+            ("qwen3_moe", ("q_proj",)),
+            ("gemma4", ("q_proj",)),
+        ):
+            model = empty_model(folders[name])
+            if lora is not None:
+                model = inject_lora(model, LoraSection(rank=2, targets=lora), seed=0)
+            sharded = wrap(model, backend="fsdp1", use_orig_params=keeps_originals)
+            fill(sharded, folders[name], strict=True)
+            plain = whole_model(folders[name])
+            with torch.no_grad():
+                assert torch.equal(sharded.module.eval()(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+            buffers = dict(plain.named_buffers())
+            for tensor in sharded.plan.buffers:
+                assert torch.equal(sharded.buffer(tensor.name), buffers[tensor.name.removeprefix("base_model.model.")])
+
+
+def check_replicas(world: World, folders: dict[str, str]) -> None:
+    """On a 2 x 2 mesh two ranks hold each element, and both get it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    sharded = wrap(empty_model(folders["tied"]), backend="fsdp2", mesh=mesh)
+    fill(sharded, folders["tied"])
+    with torch.no_grad():
+        assert torch.equal(sharded.module(input_ids=IDS).logits, whole_model(folders["tied"])(input_ids=IDS).logits)
 
 
 def check_models(world: World, folders: dict[str, str]) -> None:
@@ -320,6 +353,9 @@ def toy(tmp_path_factory) -> str:
 
 def check_good(world: World, folders: dict[str, str], toy: str) -> None:
     check_models(world, folders)
+    check_fsdp1(world, folders)
+    if world.size == 4:
+        check_replicas(world, folders)
     check_with_adapter(world, folders)
     check_buffers_from_meta(world, folders)
     check_bfloat16_keeps_its_tables(world, folders)

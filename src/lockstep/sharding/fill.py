@@ -11,6 +11,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,6 +22,7 @@ from lockstep.model.load import ModelFiles, build_empty, find_model, find_weight
 from lockstep.model.peft_names import base_model, base_names, saved_copies
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.buffers import LiveTensors, send_buffers
+from lockstep.sharding.live import LiveModel
 from lockstep.sharding.plan import PlannedTensor
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ def fill(
         with all_or_none(world, "reading the checkpoint"):
             _read(sharded, reading)
             fixed = _buffers_of_rank0(sharded, reading, attention) if world.is_main else {}
+        cast(LiveModel, sharded).copy_to_replicas()
         send_buffers(sharded, [tensor.name for tensor in reading.fixed], fixed)
     with all_or_none(world, "checking that every tensor has a value"):
         _check_nothing_left(sharded)
@@ -157,9 +160,7 @@ def _read(sharded: ShardedModel, reading: _Reading) -> None:
     for tensor, plain in reading.parameters:
         start, stop = sharded.ranges(tensor.name)[sharded.world.rank]
         # No name for the values: it would keep them while the next ones are read.
-        sharded.write_local(
-            tensor.name, reading.reader.read(plain, start, stop, dim=sharded.shard_dim(tensor.name))
-        )
+        sharded.write_local(tensor.name, reading.reader.read(plain, start, stop, dim=sharded.shard_dim(tensor.name)))
     live = LiveTensors(sharded.module)
     for tensor, plain in reading.buffers:
         live.write_buffer(tensor, reading.reader.read_tensor(plain), sharded.world.device)

@@ -65,8 +65,14 @@ def send_from_rank0(sharded: ShardedModel, values: Values) -> None:
     if not values.parameters and not values.buffers:
         return
     world = sharded.world
-    lines = [f"{name} {sharded.ranges(name)} dim {sharded.shard_dim(name)}" for name in values.parameters]
-    lines += [f"buffer {name}" for name in values.buffers]
+    # In the words of the plan that will be followed: a plan that lacks a tensor here is a difference, not a hang.
+    parameters, buffers = set(values.parameters), set(values.buffers)
+    lines = [
+        f"{tensor.line()} in {sharded.ranges(tensor.name)} of dim {sharded.shard_dim(tensor.name)}"
+        for tensor in sharded.plan.parameters
+        if tensor.name in parameters
+    ]
+    lines += [f"buffer {tensor.line()}" for tensor in sharded.plan.buffers if tensor.name in buffers]
     agree(world, phase="sending rank 0's values", fingerprint="\n".join(lines), describe=lambda: lines)
     with data_phase(world, "sending rank 0's values"), torch.no_grad():
         deal = _Deal(sharded, values)
