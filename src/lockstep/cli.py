@@ -41,7 +41,7 @@ lockstep: RL post-training for LoRA adapters on PyTorch FSDP.
   lockstep train --help, lockstep eval --help, lockstep plan --help,
   lockstep --version
 
-train and eval work the same when started by torchrun (one or many hosts) or srun.
+train and eval work the same under torchrun (one or many hosts) and srun.
 """
 
 

@@ -6,12 +6,14 @@ described in docs/plan.md.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from lockstep.config import LoraSection, load_config
@@ -99,6 +101,7 @@ def make_report(request: PlanRequest) -> PlanReport:
             if is_adapter_name(name):
                 param.data = param.data.to(DTYPES[request.adapter_dtype])
     policy = request.policy or recipe_policy
+    missing = _missing_classes(model, policy)
     plan = plan_sharding(model, policy)
     findings = find_mixed_dtypes(plan)
     decisions = plan_dtypes(plan, backend=request.backend, rule=request.dtype_rule, keep=keep_in_fp32(model))
@@ -106,7 +109,6 @@ def make_report(request: PlanRequest) -> PlanReport:
         apply_dtypes(model, decisions)
         plan = plan_sharding(model, policy)
     plan = split_units(plan, decisions.units)
-    missing = missing_classes(ModuleTree(model), policy.names) if isinstance(policy, LayerClasses) else []
     costs = export_costs(
         plan,
         world_size=request.world_size,
@@ -137,6 +139,19 @@ def _read_source(request: PlanRequest) -> tuple[PreTrainedConfig, torch.dtype, L
         raise ModelError(f"{path} is stored as {dtype!r}; expected one of {', '.join(DTYPES)}: give --dtype")
     wants_lora = request.lora is not None or request.target_parameters
     return config, DTYPES[dtype], LoraSection.model_validate(given) if wants_lora else None, LayerClasses()
+
+
+def _missing_classes(model: nn.Module, policy: Policy) -> list[str]:
+    """Classes of the model's own list that it has not; one that was asked for by name is an error here."""
+    if not isinstance(policy, LayerClasses):
+        return []
+    tree = ModuleTree(model)
+    missing = missing_classes(tree, policy.names)
+    if missing and policy.names:
+        present = sorted({cls for node in tree.nodes.values() for cls in node.classes})
+        near = difflib.get_close_matches(missing[0], present, n=4, cutoff=0.4) or present[:8]
+        raise ModelError(f"layer class {missing[0]!r} is not in the model; near it there are {near}")
+    return missing
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:

@@ -19,8 +19,9 @@ _INDENT = 16
 
 def as_text(report: PlanReport) -> str:
     """Units of equal size and numbered names stand in one line; nothing else is left out."""
+    head = [line for note in _head(report) for line in _wrap(note)]
     notes = [line for note in _notes(report) for line in _wrap(note)]
-    return "\n".join([*_head(report), "", *_units(report), "", *_exports(report), "", *notes])
+    return "\n".join([*head, "", *_units(report), "", *_exports(report), "", *notes])
 
 
 def size_text(nbytes: int) -> str:
@@ -53,13 +54,13 @@ def _head(report: PlanReport) -> list[str]:
 
 
 def _units(report: PlanReport) -> list[str]:
-    lines = [f"{'unit':50}{'tensors':>8}{'size':>14}{'on a rank':>14}  dtypes"]
+    lines = [f"{'unit':45}{'tensors':>8}{'size':>14}{'on a rank':>14}  dtypes"]
     for group in _alike(report.plan.units):
         unit = group[0]
         share = unit_shard_bytes(unit, 0, report.request.world_size, report.request.backend)
         dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in unit.parameters}))
-        name = _fit(_numbered([each.module for each in group]), 50)
-        lines.append(f"{name:50}{len(unit.parameters):8}{size_text(unit.nbytes):>14}{size_text(share):>14}  {dtypes}")
+        name = _fit(_numbered([each.module for each in group]), 45)
+        lines.append(f"{name:45}{len(unit.parameters):8}{size_text(unit.nbytes):>14}{size_text(share):>14}  {dtypes}")
     return lines
 
 

@@ -7,7 +7,15 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTextToWaveform,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from lockstep.errors import ModelError
@@ -48,4 +56,7 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         named = getattr(transformers, name, None)
         if named is not None:
             return cast(Any, named)._from_config(config, dtype=dtype)
-    return AutoModel.from_config(config, dtype=dtype)
+    # A configuration that names no class: those that speak, or see, before the bare model.
+    kinds = (AutoModelForTextToWaveform, AutoModelForImageTextToText)
+    kind = next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModel)
+    return kind.from_config(config, dtype=dtype)
