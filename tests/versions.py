@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv-versions"
 NEWEST = "newest"
 OLDEST_TRANSFORMERS = "5.1.0"
-"""5.0.0 lacks what peft 0.19 and later import from it when an adapter is loaded (`EmbeddingParallel`)."""
+"""5.0.0 has no `EmbeddingParallel`, which peft 0.19 imports whenever it loads an adapter (peft 0.20 on: only under tensor
+parallelism)."""
 INSTALL_LIMIT_S = 3600
 TESTS_LIMIT_S = 3600
 
