@@ -15,6 +15,7 @@ from lockstep.model.lora import inject_lora
 from lockstep.sharding import values as values_module
 from lockstep.sharding.fsdp2 import FSDP2Model, shard_fsdp2
 from lockstep.sharding.plan import plan_sharding
+from lockstep.sharding.shard import shard as wrap
 from lockstep.sharding.values import Values, send_from_rank0, take_values
 from lockstep.testing import run_ranks, tiny_llama
 
@@ -88,6 +89,26 @@ def check_meta_elsewhere(world: World) -> None:
             with torch.no_grad():
                 assert torch.equal(sharded.module(input_ids=IDS).logits, plain(input_ids=IDS).logits)
             sharded.settle()
+
+
+def check_fsdp1(world: World) -> None:
+    """Ranges that begin within a row; tensors that one rank holds alone."""
+    for keeps_originals in (True, False):
+        model, plain = tied_llama(), tied_llama()
+        if not world.is_main:
+            buffers = dict(model.named_buffers())
+            on_meta(model)
+            for name, buffer in buffers.items():
+                path, _, attr = name.rpartition(".")
+                model.get_submodule(path)._buffers[attr] = buffer
+        sharded = wrap(model, backend="fsdp1", use_orig_params=keeps_originals)
+        wanted = dict(plain.named_parameters())
+        for tensor in sharded.plan.parameters:
+            start, stop = sharded.ranges(tensor.name)[world.rank]
+            whole = wanted[tensor.name].detach().reshape(-1)
+            assert torch.equal(sharded.local_flat(tensor.name), whole[start:stop]), tensor.name
+        with torch.no_grad():
+            assert torch.equal(sharded.module(input_ids=IDS).logits, plain(input_ids=IDS).logits)
 
 
 def check_adapter_real_everywhere(world: World) -> None:
@@ -186,21 +207,6 @@ def check_refused(world: World) -> None:
         take_values(model, plan_sharding(model), world)
 
 
-def check_all(world: World) -> None:
-    check_meta_elsewhere(world)
-    check_adapter_real_everywhere(world)
-    check_real_everywhere(world)
-    check_step(world)
-    if world.size > 1:
-        check_messages(world)
-        check_refused(world)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_values_of_rank_0_reach_every_shard(num_ranks):
-    run_ranks(num_ranks, check_all, timeout_s=240)
-
-
 def check_some_are_real(world: World) -> None:
     """Ranks 0 and 2 have values, 1 and 3 have none: rank 2's are compared, and all get rank 0's."""
     model, plain = tied_llama(), tied_llama()
@@ -211,5 +217,19 @@ def check_some_are_real(world: World) -> None:
     check_equals(sharded, plain)
 
 
-def test_ranks_with_and_without_values_mix():
-    run_ranks(4, check_some_are_real, timeout_s=240)
+def check_all(world: World) -> None:
+    check_meta_elsewhere(world)
+    check_fsdp1(world)
+    check_adapter_real_everywhere(world)
+    check_real_everywhere(world)
+    check_step(world)
+    if world.size > 1:
+        check_messages(world)
+        check_refused(world)
+    if world.size == 4:
+        check_some_are_real(world)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_values_of_rank_0_reach_every_shard(num_ranks):
+    run_ranks(num_ranks, check_all, timeout_s=240)
