@@ -7,7 +7,7 @@ holds the same rows of W and B (linear layers on FSDP2) only A, to every rank; e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,8 @@ from lockstep.sharding.plan import PlannedTensor, ShardingPlan
 from lockstep.sharding.sizes import Backend, held_numels
 
 Kind = Literal["adapter", "merged", "full"]
+_Held = tuple[PlannedTensor, tuple[int, ...]]
+"""A tensor, and the elements of it that each rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,10 @@ def export_costs(
 ) -> tuple[ExportCost, ...]:
     """Adapter and merged (where there is an adapter) and full, each to all ranks and to rank 0."""
 
+    held = _held(plan, world_size, backend)
+
     def load(which: Callable[[PlannedTensor], bool], dtype: torch.dtype | None) -> _Load:
-        return _load(plan, which, dtype, world_size=world_size, backend=backend)
+        return _load([entry for entry in held if which(entry[0])], dtype, world_size)
 
     def travels(tensor: PlannedTensor) -> bool:
         return is_adapter_name(tensor.name) and not (backend == "fsdp2" and _stays(tensor.name, by_rows))
@@ -103,25 +107,22 @@ def _stays(name: str, by_rows: Collection[str]) -> bool:
     return bool(places) and ".".join(parts[: places[0]]) in by_rows
 
 
-def _load(
-    plan: ShardingPlan,
-    which: Callable[[PlannedTensor], bool],
-    dtype: torch.dtype | None,
-    *,
-    world_size: int,
-    backend: Backend,
-) -> _Load:
+def _held(plan: ShardingPlan, world_size: int, backend: Backend) -> list[_Held]:
+    out: list[_Held] = []
+    for unit in plan.units:
+        by_rank = [held_numels(unit, rank, world_size, backend) for rank in range(world_size)]
+        out += zip(unit.parameters, zip(*by_rank, strict=True), strict=True)
+    return out
+
+
+def _load(held: Sequence[_Held], dtype: torch.dtype | None, world_size: int) -> _Load:
     """`dtype` is what floats travel in; None: their own."""
     shares = [0] * world_size
     sizes = []
-    for unit in plan.units:
-        by_rank = [held_numels(unit, rank, world_size, backend) for rank in range(world_size)]
-        for index, tensor in enumerate(unit.parameters):
-            if which(tensor):
-                itemsize = (dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype).itemsize
-                sizes.append(tensor.numel * itemsize)
-                for rank, held in enumerate(by_rank):
-                    shares[rank] += held[index] * itemsize
+    for tensor, numels in held:
+        itemsize = (dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype).itemsize
+        sizes.append(tensor.numel * itemsize)
+        shares = [share + numel * itemsize for share, numel in zip(shares, numels, strict=True)]
     return _Load(len(sizes), sum(sizes), max(sizes, default=0), tuple(shares))
 
 
