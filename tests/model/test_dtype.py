@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lockstep.errors import ModelError
+from lockstep.model import dtype
 from lockstep.model.dtype import Cast, DtypePlan, apply_dtypes, find_mixed_dtypes, keep_in_fp32, plan_dtypes
 from lockstep.sharding.plan import LayerClasses, Modules, plan_sharding, split_units
 from lockstep.testing import run_ranks, tiny_llama
@@ -156,6 +157,18 @@ def test_fsdp2_splits_or_refuses_two_trainable_dtypes():
     for rule in ("refuse", "align"):
         with pytest.raises(ModelError, match=r"fsdp2 takes trainable parameters of one dtype.*0 is .*norm\.weight"):
             plan_dtypes(plan, backend="fsdp2", rule=rule)
+
+
+def test_before_torch_2_9_fsdp2_wants_one_dtype_of_frozen_parameters_too(monkeypatch, caplog):
+    monkeypatch.setattr(dtype, "FSDP2_MIXES_FROZEN", False)
+    plan = plan_sharding(lora_model(norms=FP32))
+    old, fsdp1_like = plan_dtypes(plan, backend="fsdp2"), plan_dtypes(plan, backend="fsdp1")
+    assert old == fsdp1_like and len(old.casts) == 4 and len(old.units) == 4 and "are lost" in caplog.text
+    with pytest.raises(ModelError, match="fsdp2 takes parameters of one dtype"):
+        plan_dtypes(plan, backend="fsdp2", rule="refuse")
+    # FSDP2 of that time cannot leave a parameter out, and this one has no module of its own.
+    with pytest.raises(ModelError, match=r"'0\.payload' has no module of its own"):
+        plan_dtypes(plan_blocks(blocks(with_payload=True)), backend="fsdp2")
 
 
 def test_integer_payloads_stay_outside_fsdp1_and_are_fine_on_fsdp2():

@@ -4,6 +4,7 @@ What the backends take, in one unit (torch 2.13; tests ask FSDP itself):
 
 - FSDP1 flattens a unit: one floating dtype, frozen or not, and no integers ("Must flatten tensors with uniform dtype").
 - FSDP2 asks for one dtype among the *trainable* parameters of a unit; frozen ones of any dtype may share it, integers too.
+  Before torch 2.9 it asks for one dtype among all of them, integers included.
 
 Only adapters are ever cast; a base weight, and what the model wants kept in fp32, keeps its dtype.
 """
@@ -23,6 +24,9 @@ from lockstep.errors import ModelError
 from lockstep.names import clean_name, is_adapter_name
 
 log = logging.getLogger(__name__)
+
+FSDP2_MIXES_FROZEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+"""torch 2.6 and 2.7 refuse frozen parameters of another dtype at the first forward; 2.9 and newer take them."""
 
 Rule = Literal["align", "split", "refuse"]
 """align: cast adapters to their unit's dtype; split: cast nothing, make units of their own; refuse: an error."""
@@ -131,7 +135,8 @@ def plan_dtypes(
     """Decide about every unit that the backend would not take as it is. Pure.
 
     By default adapters are aligned on FSDP1 (with a warning: a bf16 adapter loses small updates), odd frozen floats become
-    units of their own, and integer payloads stay outside; on FSDP2 the trainable parameters of the rarer dtype are split off.
+    units of their own, and integer payloads stay outside; on FSDP2 the trainable parameters of the rarer dtype are split off
+    (before torch 2.9: adapters and frozen floats as on FSDP1, payloads split off).
     `rule="align"` also aligns adapters that FSDP2 would take. `keep` (`keep_in_fp32(model)`) names what is never cast.
     Raises `ModelError` naming the parameters that stay mixed under the rule.
     """
@@ -184,6 +189,8 @@ def _not_taken(unit: _Unit, backend: str, majority: torch.dtype, rule: Rule | No
     floats = [each for each in unit.parameters if each.dtype.is_floating_point]
     if backend == "fsdp1":
         return [each for each in floats if each.dtype != majority]
+    if not FSDP2_MIXES_FROZEN:
+        return [each for each in unit.parameters if each.dtype != majority]
     if rule == "align":
         adapters = [each for each in floats if is_adapter_name(each.name) and each.dtype != majority]
         others = [each for each in floats if not is_adapter_name(each.name)]
@@ -200,7 +207,12 @@ def _rarer(tensors: Sequence[_Tensor]) -> list[_Tensor]:
 
 
 def _may_cast(tensor: _Tensor, backend: str, rule: Rule | None) -> bool:
-    return is_adapter_name(tensor.name) and (rule == "align" or (rule is None and backend == "fsdp1"))
+    return is_adapter_name(tensor.name) and (rule == "align" or (rule is None and _is_uniform(backend)))
+
+
+def _is_uniform(backend: str) -> bool:
+    """Do frozen parameters count as well?"""
+    return backend == "fsdp1" or not FSDP2_MIXES_FROZEN
 
 
 def _is_kept(name: str, keep: Iterable[str]) -> bool:
@@ -214,7 +226,7 @@ def _own_unit(unit: _Unit, tensor: _Tensor, odd: Sequence[_Tensor], backend: str
     module = tensor.name.rpartition(".")[0]
     inside = [each for each in unit.parameters if each.name.startswith(f"{module}.")]
     mixed = {
-        each.dtype for each in inside if each.dtype.is_floating_point and (backend == "fsdp1" or each.is_trainable)
+        each.dtype for each in inside if each.dtype.is_floating_point and (_is_uniform(backend) or each.is_trainable)
     }
     if module == unit.module or len(mixed) > 1 or not _IN_A_DICT.isdisjoint(tensor.name.split(".")):
         raise ModelError(
@@ -229,7 +241,7 @@ def _refusal(unit: _Unit, odd: Sequence[_Tensor], backend: str, advice: str) -> 
         _majority(unit.parameters),
         tuple(OddTensor(each.name, each.dtype, each.is_trainable) for each in odd),
     )
-    what = "parameters" if backend == "fsdp1" else "trainable parameters"
+    what = "parameters" if _is_uniform(backend) else "trainable parameters"
     return f"{backend} takes {what} of one dtype in a unit: {shown.line()}; {advice}"
 
 
@@ -237,8 +249,8 @@ def _warn_of_low_precision(casts: Sequence[Cast]) -> None:
     low = [cast for cast in casts if cast.after.itemsize < cast.before.itemsize]
     if low:
         log.warning(
-            "%d adapter tensors, the first %r, go from %s to %s for FSDP1: updates smaller than its steps are lost. FSDP2, or "
-            "the dtype rule split, keeps them",
+            "%d adapter tensors, the first %r, go from %s to %s to share a unit: updates smaller than its steps are lost. "
+            "FSDP2 (torch 2.9 or newer), or the dtype rule split, keeps them",
             len(low),
             low[0].name,
             low[0].before,
