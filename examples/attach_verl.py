@@ -22,7 +22,7 @@ import lockstep
 from lockstep.testing import tiny_llama
 
 if not torch.cuda.is_available():  # verl ships no CPU; it imports this addition to its registry of platforms by itself
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="verl_cpu_platform")
 
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy

@@ -163,19 +163,11 @@ class LiveModel:
 
         `write_local` reaches the first replica only. Nothing travels where every element is held once.
         """
+        copied = [held for held in self._holdings.values() if len(set(held.mirrors)) < self.world.size]
         with torch.no_grad(), data_phase(self.world, "copying to replicas"):
-            for held in self._holdings.values():
-                mine = held.read()
-                for owner in sorted(set(held.mirrors)) if len(set(held.mirrors)) < self.world.size else ():
-                    start, stop = held.ranges[owner]
-                    if start == stop or mine.is_meta:
-                        continue
-                    is_mine = held.mirrors[self.world.rank] == owner
-                    values = mine.contiguous() if is_mine else mine.new_empty(stop - start)
-                    moved = values.to(self.world.device)  # under CPU offload shards are on the CPU, and NCCL is not
-                    dist.broadcast(moved, self.world.ranks[owner] if self.world.ranks else owner, self.world.data)
-                    if is_mine and owner != self.world.rank:
-                        held.write(moved)
+            for held in copied:
+                for owner in sorted(set(held.mirrors)):
+                    _copy_from(held, owner, self.world)
 
     def buffer(self, name: str) -> torch.Tensor:
         live, attr = self._buffers[name]
@@ -191,6 +183,19 @@ class LiveModel:
     def layout_lines(self) -> list[str]:
         """One line per parameter: how it is dealt out. Equal on every rank, or the ranks do not fit together."""
         return [f"layout {name}: {holding.layout} {holding.ranges}" for name, holding in self._holdings.items()]
+
+
+def _copy_from(held: Holding, owner: int, world: World) -> None:
+    """Collective: the ranks that mirror this owner get its elements. All others take part, and throw them away."""
+    start, stop = held.ranges[owner]
+    mine = held.read()
+    if start == stop or mine.is_meta:
+        return
+    values = mine.contiguous() if owner == world.rank else mine.new_empty(stop - start)
+    moved = values.to(world.device)  # under CPU offload shards are on the CPU, and NCCL is not
+    dist.broadcast(moved, world.ranks[owner] if world.ranks else owner, world.data)
+    if held.mirrors[world.rank] == owner != world.rank:
+        held.write(moved)
 
 
 def set_sync(module: nn.Module, on: bool) -> None:

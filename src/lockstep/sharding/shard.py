@@ -90,6 +90,7 @@ def shard(
     assert dtypes is not None
     apply_dtypes(model, dtypes)
     values = take_values(model, plan, world)
+    _refuse_empty_adapters(model, wrapping, set(values.parameters))
     sharded = _wrap(model, plan, wrapping, world, mesh=mesh, ignored=ignored)
     send_from_rank0(cast(ShardedModel, sharded), values)
     sharded.copy_to_replicas()
@@ -165,6 +166,23 @@ def _refuse(model: nn.Module, plan: ShardingPlan, wrapping: Wrapping) -> None:
                 "contiguous parameters; PEFT makes such ones for ensure_weight_tying: leave that out, or untie the model"
             )
     _refuse_shared(plan)
+
+
+def _refuse_empty_adapters(model: nn.Module, wrapping: Wrapping, sent: set[str]) -> None:
+    """FSDP1 gives meta parameters undefined memory, where `fill` could no longer tell an adapter without values from one with."""
+    for name, (owner, attr) in parameter_slots(model):
+        param = owner._parameters[attr]
+        if (
+            wrapping.backend == "fsdp1"
+            and is_adapter_name(name)
+            and name not in sent
+            and param is not None
+            and param.is_meta
+        ):
+            raise ModelError(
+                f"{name} is on meta on every rank and in no checkpoint: initialise the adapter on real memory, with one seed on "
+                "every rank or on rank 0 only, before sharding"
+            )
 
 
 def _refuse_shared(plan: ShardingPlan) -> None:
