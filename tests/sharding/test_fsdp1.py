@@ -221,6 +221,22 @@ def check_gradient_sync(world: World) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def check_adapter_off(world: World) -> None:
+    """The reference policy is the base model, before the first forward and later; training goes on as if it had not been asked."""
+    plain = tiny_llama()(input_ids=IDS).logits
+    for keep in (True, False):
+        norms = []
+        for asks in (False, True):
+            sharded = wrap(lora(tiny_llama()), use_orig_params=keep)
+            for _ in range(2):
+                if asks:
+                    with torch.no_grad(), sharded.adapter_off():
+                        assert torch.equal(sharded.module(input_ids=IDS).logits, plain)
+                output(sharded.module, IDS).backward()
+            norms.append(sharded.clip_grad_norm(1e9))
+        assert norms[0] == norms[1] > 0
+
+
 def check_the_rest(world: World) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
