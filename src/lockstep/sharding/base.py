@@ -76,6 +76,10 @@ class ShardedModel(Protocol):
         """
         ...
 
+    def copy_to_replicas(self) -> None:
+        """Collective, after `write_local`: what several ranks hold alike gets the first one's values on the others too."""
+        ...
+
     def shard_dim(self, name: str) -> int:
         """The tensor dimension that is dealt out: 0, unless somebody placed the parameter as `Shard(1)` or beyond."""
         ...

@@ -6,7 +6,7 @@ follow from the flat parameter's own account of what it flattened.
 *flat parameter* all parameters of one unit in a row, with padding between them (`use_orig_params=True`) and behind them, cut
 into one equal part per rank; *part* what one rank has of it.
 
-Private attributes relied on (alike in torch 2.6 and 2.13): of a wrapper `_handle`, `_inter_node_pg`, `_sync_gradients`; of a
+Private attributes relied on (alike in torch 2.6, 2.9 and 2.13): of a wrapper `_handle`, `_inter_node_pg`, `_sync_gradients`; of a
 handle `flat_param`, `process_group`, `uses_sharded_strategy`, `_use_orig_params`; of a flat parameter `_local_shard` (from the
 first forward on), `_sharded_size`, `_shapes`, `_contiguities`, `_fqns`, `_param_infos`, `_shared_param_infos`,
 `_numels_with_padding`, `_is_padding_mask`, `_param_extensions`, `_params`.
@@ -251,7 +251,13 @@ def _holders(wrapper: FullyShardedDataParallel, world: World) -> list[int]:
     handle = cast(Any, wrapper)._handle
     if not handle.uses_sharded_strategy:
         return [0]
-    mine = [world.rank_of(rank) for rank in dist.get_process_group_ranks(handle.process_group)]
+    group = dist.get_process_group_ranks(handle.process_group)
+    if world.ranks is not None and not set(group) <= set(world.ranks):
+        raise ModelError(
+            f"FSDP1 shards one unit over the ranks {group}, others over {list(world.ranks)}: lockstep needs one process group "
+            "for the whole model"
+        )
+    mine = [world.rank_of(rank) for rank in group]
     size = len(mine)
     if mine != list(range(mine[0], mine[0] + size)) or mine[0] % size:
         raise ModelError(
