@@ -13,8 +13,8 @@ from helpers_loop import make_model_folder, recipe
 from helpers_sharded import randomise_b, save_model, shard_folder
 from lockstep import dist
 from lockstep.config import DistConfig, LoraSection, build_config
-from lockstep.export.plan import AdapterExport, MergedExport
 from lockstep.export.stream import export_weights
+from lockstep.export.what import AdapterExport, MergedExport
 from lockstep.loop import run_training
 from lockstep.model.load import find_model, load_tokenizer, load_whole
 from lockstep.rollout.hf import HFEngine

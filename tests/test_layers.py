@@ -28,12 +28,15 @@ NEVER = {
 
 # Heavy library: the only modules that import it.
 HOMES = {
-    "peft": ("model.lora", "model.peft_names", "export.merge", "export.merge_plan", "export.peft_tree", "export.plan", "sharding.fsdp2", "rollout.hf_weights"),
+    "peft": (
+        "model.lora", "model.peft_names", "export.merge", "export.merge_plan", "export.peft_state", "export.peft_tree",
+        "sharding.fsdp2", "rollout.hf_weights",
+    ),
     "torch.distributed.fsdp": ("sharding.fsdp1", "sharding.fsdp2", "sharding.skeleton", "sharding.attach"),
     "torch.distributed.checkpoint": ("checkpoint",),
     "math_verify": ("data.reward_functions", "data.extras"),
     "reasoning_gym": ("data.tasks", "data.reward_functions", "data.extras"),
-}
+}  # fmt: skip
 
 PATHS = [path for path in sorted(SRC.rglob("*.py")) if path != SRC / "__init__.py"]
 MODULES = {".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}

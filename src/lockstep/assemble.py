@@ -21,7 +21,7 @@ from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
 from lockstep.dist import World, all_or_none, data_phase
 from lockstep.errors import ConfigError, DataError
-from lockstep.export.plan import AdapterExport, Export, MergedExport
+from lockstep.export.what import AdapterExport, Export, MergedExport
 from lockstep.known_warnings import while_recomputing
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer, load_whole
 from lockstep.model.lora import dropout_of, inject_lora

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from lockstep.dist import World, agree, all_or_none, gather_texts
 from lockstep.errors import CheckpointError, ModelError
-from lockstep.export.plan import AdapterExport
 from lockstep.export.stream import export_weights
+from lockstep.export.what import AdapterExport
 from lockstep.files import (
     FILE_LIST,
     atomic_write_text,

@@ -23,7 +23,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from lockstep.errors import IncompleteExport
-from lockstep.model.lora import scaling_of
 from lockstep.sharding.skeleton import skeleton as plain_copy
 from lockstep.types import TensorSpec
 
@@ -225,52 +224,3 @@ def _put(root: nn.Module, name: str, value: torch.Tensor, live: str) -> None:
         module._parameters[attr] = nn.Parameter(value, requires_grad=False)
     else:
         module._buffers[attr] = value
-
-
-@dataclass(frozen=True, slots=True)
-class LoraFactors:
-    """Where a layer's factors live and how they are scaled."""
-
-    a: str
-    """Live name of A, [rank, in]."""
-    b: str
-    """Live name of B, [out, rank]."""
-    rank: int
-    scaling: float
-    """The layer's own, as PEFT computed it."""
-
-
-def factors_of(name: str, layer: LoraLayer, adapter: str) -> LoraFactors:
-    """Raises `IncompleteExport` for every kind of LoRA layer whose merge is more than W + s * B @ A on a linear layer."""
-    variant = getattr(layer, "lora_variant", {}).get(adapter)
-    reasons = [
-        (
-            not isinstance(layer, LoraLinear) or not isinstance(layer.get_base_layer(), nn.Linear),
-            f"it wraps {type(layer.get_base_layer()).__name__}",
-        ),
-        (variant is not None, f"it uses {type(variant).__name__}"),
-        (bool(layer.lora_bias.get(adapter, False)), "it trains a LoRA bias"),
-        (bool(getattr(layer, "fan_in_fan_out", False)), "its weight is stored transposed"),
-    ]
-    why = [reason for is_so, reason in reasons if is_so]
-    if why:
-        raise IncompleteExport(
-            f"{name}: merged export handles plain LoRA on linear layers; {why[0]}. Export the adapter instead"
-        )
-    prefix = f"{name}.lora_"
-    return LoraFactors(
-        f"{prefix}A.{adapter}.weight", f"{prefix}B.{adapter}.weight", layer.r[adapter], scaling_of(layer, adapter)
-    )
-
-
-def merge_rows(base: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scaling: float, *, rows: slice) -> torch.Tensor:
-    """A new tensor: `base` [rows, in] plus the delta's `rows`; `b` [.., rank] holds the rows that `rows` counts in, `a` [rank, in].
-
-    Rounds as PEFT does (peft.tuners.lora.Linear): factors of 16 bits are multiplied in fp32 and the delta rounded back to
-    their dtype; the sum is taken in the wider dtype and rounded once to the base's.
-    """
-    wide = b.dtype in (torch.float16, torch.bfloat16)
-    delta = (b.float() @ a.float() if wide else b @ a) * scaling  # [.., in]
-    merged = base.detach().clone()
-    merged += delta[rows].to(b.dtype)
-    return merged

@@ -1,170 +1,219 @@
-"""A sharded model and what to export in, an `ExportPlan` out: which tensors travel, under which names, in which buckets.
+"""A sharded model and what to export in, an `ExportPlan` out: what travels, in which groups, and what becomes of it.
 
-Pure: no communication, no memory. Everything that an export cannot do is refused here, by name, before any collective.
+No communication, no values read. Everything that an export cannot do is refused here, by name, before any collective. A plan is
+made once and kept with the sharded model for as long as the model's parameters and its PEFT state are the same.
 """
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
-from peft import PeftModel
 
 from lockstep.errors import IncompleteExport
-from lockstep.export.merge import LoraFactors, factors_of
-from lockstep.model.lora import ADAPTER, adapter_config_json, adapter_file_names, lora_layers
-from lockstep.names import checkpoint_name, is_adapter_name
-from lockstep.sharding.base import ShardedModel
+from lockstep.export.courier import FACTORS, PACKED
+from lockstep.export.hub import HubTensor, adapter_names, hub_plan
+from lockstep.export.merge import MIN_ROWS, RowsMerge
+from lockstep.export.merge_plan import Merges, plan_merges
+from lockstep.export.peft_state import PeftState
+from lockstep.export.schedule import Extent, group
+from lockstep.export.what import (
+    AdapterExport,
+    Delivery,
+    Export,
+    ExportPlan,
+    Factors,
+    FullExport,
+    MergedExport,
+    Travel,
+    fingerprint_of,
+)
+from lockstep.model.lora import adapter_config_json
+from lockstep.sharding.base import Ranges, ShardedModel
 from lockstep.sharding.plan import PlannedTensor
-from lockstep.types import Manifest, TensorSpec, WeightKind
+from lockstep.types import TensorSpec, WeightKind
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterExport:
-    """The adapter's own tensors, under PEFT's file names."""
+@dataclasses.dataclass(slots=True)
+class _Kept:
+    """Plans of one sharded model, by what was asked for."""
 
-    adapter: str = ADAPTER
-
-
-@dataclass(frozen=True, slots=True)
-class MergedExport:
-    """Every base weight with the adapter folded in, under the hub checkpoint's names."""
-
-    adapter: str = ADAPTER
+    state: PeftState
+    plans: dict[tuple[Export, int, torch.dtype | None], ExportPlan]
 
 
-Export = AdapterExport | MergedExport
-
-
-@dataclass(frozen=True, slots=True)
-class ExportTensor:
-    """One tensor that travels."""
-
-    spec: TensorSpec
-    """Name, whole shape and dtype on the wire."""
-    source: str
-    """Live name it is read from."""
-    is_buffer: bool = False
-    """Buffers are replicated: rank 0's values travel."""
-    factors: LoraFactors | None = None
-    """What is merged into it on the way; None: it travels as it is."""
-
-    def line(self) -> str:
-        scale = f" + {self.factors.scaling} * B @ A" if self.factors else ""
-        return f"{self.spec.name} {self.spec.dtype} {list(self.spec.shape)} from {self.source}{scale}"
-
-
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
-    """What one export carries, in order."""
-
-    kind: WeightKind
-    buckets: tuple[tuple[ExportTensor, ...], ...]
-    bucket_bytes: int
-    adapter_config: dict[str, object] | None = field(default=None)
-
-    @property
-    def tensors(self) -> Iterable[ExportTensor]:
-        return (tensor for bucket in self.buckets for tensor in bucket)
-
-    def lines(self) -> list[str]:
-        head = f"export {self.kind}, buckets of {self.bucket_bytes} bytes"
-        return [
-            head,
-            *(f"bucket {index}: {tensor.line()}" for index, bucket in enumerate(self.buckets) for tensor in bucket),
-        ]
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
-
-    def manifest(self, version: int) -> Manifest:
-        return Manifest(version, self.kind, tuple(tensor.spec for tensor in self.tensors), self.adapter_config)
+_KEPT: WeakKeyDictionary[ShardedModel, _Kept] = WeakKeyDictionary()
 
 
 def plan_export(
     sharded: ShardedModel, what: Export, *, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> ExportPlan:
-    """Name every tensor of an export and put it into a bucket. Raises `IncompleteExport` for what cannot be exported.
+    """Not collective. `dtype` is what floats arrive in; None keeps each tensor's own.
 
-    `dtype` is what floats travel in; None keeps each tensor's own. A tensor larger than a bucket has one to itself.
+    Raises `IncompleteExport`, naming the tensor or layer, for what cannot be exported, and when the model's parameters are no
+    longer those that were sharded or attached.
     """
-    model = cast(PeftModel, sharded.module)
-    if what.adapter not in model.peft_config:
-        raise IncompleteExport(f"adapter {what.adapter!r} does not exist; the model has {sorted(model.peft_config)}")
-    match what:
-        case AdapterExport(adapter):
-            tensors = _adapter_tensors(sharded, model, adapter, dtype)
-            return ExportPlan(
-                "adapter", _fill_buckets(tensors, bucket_bytes), bucket_bytes, adapter_config_json(model, adapter)
-            )
-        case MergedExport(adapter):
-            tensors = _merged_tensors(sharded, model, adapter, dtype)
-            return ExportPlan("merged", _fill_buckets(tensors, bucket_bytes), bucket_bytes)
-
-
-def _adapter_tensors(
-    sharded: ShardedModel, model: PeftModel, adapter: str, dtype: torch.dtype | None
-) -> list[ExportTensor]:
-    planned = {tensor.name: tensor for tensor in sharded.plan.parameters}
-    names = adapter_file_names(model, adapter)
-    odd = [live for live in names if live not in planned or not is_adapter_name(live)]
-    if odd:
+    if not sharded.is_current():
         raise IncompleteExport(
-            f"adapter {adapter!r} holds {odd[0]!r}, which is not a plain LoRA tensor; it cannot be exported yet"
+            "the model's parameters are not those that were sharded or attached (an adapter was added, or a parameter "
+            "replaced); call lockstep.attach(model) again, on every rank"
         )
-    return [ExportTensor(_spec(planned[live], name, dtype), live) for live, name in names.items()]
+    kept = _KEPT.get(sharded)
+    if kept is None:
+        kept = _KEPT[sharded] = _Kept(PeftState(sharded.module, sharded.skeleton), {})
+    if kept.state.refresh():
+        kept.plans.clear()
+    key = (what, bucket_bytes, dtype)
+    if key not in kept.plans:
+        kept.plans[key] = _Planner(sharded, bucket_bytes, dtype).plan(what, kept.state)
+    return kept.plans[key]
 
 
-def _merged_tensors(
-    sharded: ShardedModel, model: PeftModel, adapter: str, dtype: torch.dtype | None
-) -> list[ExportTensor]:
-    layers = dict(lora_layers(model, adapter))
-    factors = {f"{name}.base_layer.weight": factors_of(name, layer, adapter) for name, layer in layers.items()}
-    out = []
-    for tensor in sharded.plan.parameters:
-        if is_adapter_name(tensor.name):
-            continue
-        names = (tensor.name, *tensor.aliases)
-        merged = [name for name in names if name in factors]
-        if merged and tensor.aliases:
-            others = [checkpoint_name(name) for name in names if name != merged[0]]
-            raise IncompleteExport(
-                f"{checkpoint_name(merged[0])!r} carries LoRA and is tied to {others}: merged, the two would differ. "
-                "Export the adapter, take the layer out of lora.targets, or untie the model"
-            )
-        out.append(
-            ExportTensor(
-                _spec(tensor, _canonical(tensor), dtype), tensor.name, factors=factors[merged[0]] if merged else None
-            )
+class _Planner:
+    """Collects travels and deliveries of one plan."""
+
+    def __init__(self, sharded: ShardedModel, bucket_bytes: int, dtype: torch.dtype | None):
+        self._sharded = sharded
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._planned: dict[str, PlannedTensor] = {}
+        self._position: dict[str, tuple[int, int]] = {}
+        self._buffers = {tensor.name for tensor in sharded.plan.buffers}
+        for index, unit in enumerate(sharded.plan.units):
+            for place, tensor in enumerate([*unit.parameters, *unit.buffers]):
+                for name in (tensor.name, *tensor.aliases):
+                    self._planned[name] = tensor
+                    self._position[name] = (index, place)
+        self._travels: list[Travel] = []
+        self._extents: list[Extent] = []
+
+    def plan(self, what: Export, state: PeftState) -> ExportPlan:
+        skeleton = self._sharded.skeleton
+        match what:
+            case AdapterExport(adapter, base_embeddings):
+                name = state.adapter(adapter)
+                names = adapter_names(skeleton, name, with_base_embeddings=base_embeddings)
+                tensors = [self._as_it_is(live, file) for live, file in names.items()]
+                plan = self._finish("adapter", name, tensors, Merges(), ())
+                return dataclasses.replace(plan, adapter_config=adapter_config_json(skeleton, name))
+            case MergedExport(adapter, untie, dequantize):
+                name = state.adapter(adapter)
+                merges = plan_merges(skeleton, name, dequantize=dequantize)
+                hub = hub_plan(skeleton, adapter=name, untie=untie, merges=merges)
+                return self._finish("merged", name, hub.tensors, merges, hub.notes)
+            case FullExport():
+                hub = hub_plan(skeleton, adapter=None)
+                return self._finish("full", None, hub.tensors, Merges(), hub.notes)
+
+    def _finish(
+        self, kind: WeightKind, adapter: str | None, hub: Sequence[HubTensor], merges: Merges, notes: tuple[str, ...]
+    ) -> ExportPlan:
+        deliveries = [self._delivery(tensors, merges) for tensors in self._in_order(hub, merges)]
+        units = [self._position[self._travels[each.travels[0]].source][0] for each in deliveries]
+        groups = group(
+            [each.travels for each in deliveries],
+            self._extents,
+            units if self._sharded.evens_out == "unit" else None,
+            group_bytes=max(self._bucket_bytes // PACKED, 1),
         )
-    persistent = set(model.state_dict())
-    buffers = [tensor for tensor in sharded.plan.buffers if tensor.name in persistent]
-    return out + [
-        ExportTensor(_spec(tensor, _canonical(tensor), dtype), tensor.name, is_buffer=True) for tensor in buffers
-    ]
+        factors = self._factors(deliveries, groups)
+        plan = ExportPlan(
+            kind,
+            adapter,
+            tuple(self._travels),
+            tuple(self._extents),
+            tuple(deliveries),
+            tuple(groups),
+            factors,
+            self._bucket_bytes,
+            notes,
+        )
+        return dataclasses.replace(plan, fingerprint=fingerprint_of(plan.lines()))
 
+    def _in_order(self, hub: Iterable[HubTensor], merges: Merges) -> list[list[HubTensor]]:
+        """Checkpoint tensors that must be made together, in the order in which their sources lie in the model."""
+        scratch = {name: merge.inputs for merge in merges.scratch for name in merge.outputs}
+        together: dict[str, list[HubTensor]] = {}
+        for tensor in hub:
+            needed = [name for source in tensor.sources for name in scratch.get(source, (source,))]
+            together.setdefault(min(needed, key=self._position.__getitem__), []).append(tensor)
+        return [together[key] for key in sorted(together, key=self._position.__getitem__)]
 
-def _canonical(tensor: PlannedTensor) -> str:
-    """Checkpoints store tied weights once, under the first name (the embedding's)."""
-    return checkpoint_name(tensor.name)
+    def _delivery(self, tensors: Sequence[HubTensor], merges: Merges) -> Delivery:
+        sources = list(dict.fromkeys(source for tensor in tensors for source in tensor.sources))
+        scratch = tuple(merge for merge in merges.scratch if not set(merge.outputs).isdisjoint(sources))
+        made = {name for merge in scratch for name in merge.outputs}
+        rows = {name: merges.rows[name] for name in sources if name in merges.rows and name not in made}
+        late = tuple(merge for merge in rows.values() if self._sharded.shard_dim(self._name(merge.base)))
+        raw = [name for merge in scratch for name in merge.inputs]
+        raw += [name for merge in late for name in (merge.base, merge.a, merge.b)]
+        travels = [self._travel(name, wire=False) for name in dict.fromkeys(raw)]
+        travels += [
+            self._travel(name, wire=True, merge=rows.get(name)) for name in sources if name not in {*made, *raw}
+        ]
+        outputs = tuple(
+            dataclasses.replace(spec, dtype=self._wire(spec.dtype)) for each in tensors for spec in each.outputs
+        )
+        is_plain = len(tensors) == 1 and tensors[0].is_plain and not scratch and not late
+        return Delivery(tuple(travels), outputs, scratch, late, () if is_plain else tuple(tensors))
 
+    def _travel(self, name: str, *, wire: bool, merge: RowsMerge | None = None) -> int:
+        """Note one travel; its place. `wire`: cast before it travels, since nothing is computed with it afterwards."""
+        tensor = self._planned[name]
+        dtype = self._wire(tensor.dtype) if wire else tensor.dtype
+        if tensor.name in self._buffers:
+            ranges: Ranges = ((0, tensor.numel), *[(tensor.numel, tensor.numel)] * (self._sharded.world.size - 1))
+            travel = Travel(name, tensor.name, tensor.shape, dtype, is_buffer=True)
+        else:
+            ranges, dim = self._sharded.ranges(tensor.name), self._sharded.shard_dim(tensor.name)
+            shape = (tensor.shape[dim], *tensor.shape[:dim], *tensor.shape[dim + 1 :]) if dim else tensor.shape
+            travel = Travel(name, tensor.name, shape, dtype, dim, merge=merge)
+        self._travels.append(travel)
+        self._extents.append(Extent(ranges, dtype.itemsize))
+        return len(self._travels) - 1
 
-def _spec(tensor: PlannedTensor, name: str, dtype: torch.dtype | None) -> TensorSpec:
-    return TensorSpec(
-        name, tensor.shape, dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-    )
+    def _factors(self, deliveries: Sequence[Delivery], groups: Sequence[tuple[int, ...]]) -> tuple[Factors, ...]:
+        """Batches of factors, each gathered before the first group that needs one of them."""
+        batches: list[Factors] = []
+        room = 0
+        for index, places in enumerate(groups):
+            merges = [self._travels[t].merge for place in places for t in deliveries[place].travels]
+            names = dict.fromkeys(name for merge in merges if merge for name in self._whole_factors(merge))
+            nbytes = sum(self._planned[name].nbytes for name in names)
+            if not names:
+                continue
+            if not batches or nbytes > room:
+                batches.append(Factors(index, ()))
+                room = self._bucket_bytes // FACTORS
+            travels = tuple(self._travel(name, wire=False) for name in names)
+            batches[-1] = dataclasses.replace(batches[-1], travels=batches[-1].travels + travels)
+            room -= nbytes
+        return tuple(batches)
 
+    def _whole_factors(self, merge: RowsMerge) -> tuple[str, ...]:
+        """A always; B only where the ranks' rows of B are not just those of their rows of W, or too few to round alike."""
+        return (merge.a,) if self._has_own_rows(merge) else (merge.a, merge.b)
 
-def _fill_buckets(tensors: Sequence[ExportTensor], bucket_bytes: int) -> tuple[tuple[ExportTensor, ...], ...]:
-    buckets: list[list[ExportTensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not buckets or tensor.spec.nbytes > room:
-            buckets.append([])
-            room = bucket_bytes
-        buckets[-1].append(tensor)
-        room -= tensor.spec.nbytes
-    return tuple(tuple(bucket) for bucket in buckets)
+    def _has_own_rows(self, merge: RowsMerge) -> bool:
+        rows, width = merge.shape[0], self._planned[merge.base].numel // merge.shape[0]
+        of_w, of_b = self._sharded.ranges(self._name(merge.base)), self._sharded.ranges(self._name(merge.b))
+        held = [(stop - start) // width for start, stop in of_w if stop > start]
+        return (
+            merge.kind == "linear"
+            and self._sharded.shard_dim(self._name(merge.b)) == 0
+            and all(bound % width == 0 for pair in of_w for bound in pair)
+            and of_b == tuple((start // width * merge.rank, stop // width * merge.rank) for start, stop in of_w)
+            and min(held) >= min(MIN_ROWS, rows)
+        )
+
+    def _name(self, name: str) -> str:
+        return self._planned[name].name
+
+    def _wire(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+
+    def _as_it_is(self, live: str, name: str) -> HubTensor:
+        tensor = self._planned[live]
+        return HubTensor((live,), (name,), (TensorSpec(name, tensor.shape, tensor.dtype),), True)

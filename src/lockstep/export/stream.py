@@ -1,21 +1,26 @@
-"""A sharded model and an export plan in, a stream of buckets (checkpoint name, whole tensor) out, on all ranks or on one.
+"""A sharded model and what to export in, a stream of buckets (checkpoint name, whole tensor) out, on all ranks or on one.
 
-The live model is only read. One bucket is gathered at a time: live bytes are at most the bucket (or its one large tensor)
-per receiving rank, the padded parts of it that travelled, and the LoRA factors of its layers.
+The live model is only read. At most `bucket_bytes` plus the largest tensor are held at a time on a rank that receives
+(FSDP1: plus the largest unit instead, since a unit's bytes lie evenly on the ranks and a tensor's do not), and about
+`bucket_bytes / 4` on one that does not. Layers that PEFT itself merges (see docs) take what its merge takes on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 
 import torch
 
 from lockstep.dist import agree, exchange_lines, gather_bytes
 from lockstep.errors import IncompleteExport, RankMissing
-from lockstep.export.merge import MIN_ROWS, merge_rows
-from lockstep.export.plan import Export, ExportPlan, ExportTensor, plan_export
-from lockstep.sharding.base import Destination, Piece, Ranges, ShardedModel, gather_flat
+from lockstep.export.courier import Courier
+from lockstep.export.exchange import Traffic
+from lockstep.export.hub import to_hub
+from lockstep.export.merge import merge_elements, merge_scratch
+from lockstep.export.plan import plan_export
+from lockstep.export.what import Delivery, Export, ExportPlan
+from lockstep.sharding.base import Destination, ShardedModel
 from lockstep.types import Bucket, Manifest
 
 
@@ -30,9 +35,20 @@ class WeightStream:
         self.plan = plan
         self._sharded = sharded
         self._to: Destination = to
+        self._courier = Courier(sharded, plan, to)
         self._buckets = self._gather_all()
         self._is_open = False
-        self._is_torn = False
+        self._is_left = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a receiver has to know beyond the tensors (weights that are no longer tied)."""
+        return self.plan.notes
+
+    @property
+    def traffic(self) -> Traffic:
+        """Exchanges and bytes of this rank so far, the factors' included."""
+        return self._courier.traffic
 
     def manifest(self, version: int) -> Manifest:
         return self.plan.manifest(version)
@@ -43,7 +59,7 @@ class WeightStream:
         agree(
             world,
             phase="export",
-            fingerprint=f"{self.plan.fingerprint()} to {self._to}",
+            fingerprint=f"{self.plan.fingerprint} to {self._to}",
             describe=lambda: [f"to {self._to}", *self.plan.lines()],
         )
         self._sharded.settle()
@@ -58,12 +74,13 @@ class WeightStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Collective, unless a rank is already known to be missing, or this one failed inside a gather.
+        """Collective, unless a rank is already known to be missing, or this one failed inside an exchange.
 
         The latter cannot take part any more: it leaves at once, and the others are told when its connection closes.
         """
         self._is_open = False
-        if isinstance(error, RankMissing) or self._is_torn:
+        self._is_left = True
+        if isinstance(error, RankMissing) or self._courier.is_torn:
             return
         for _ in self._buckets:
             continue
@@ -72,90 +89,56 @@ class WeightStream:
     def _compare_endings(self, mine: str) -> None:
         world = self._sharded.world
         flags = gather_bytes(world, bytes([bool(mine)]), phase="end of export", timeout_s=world.timeout_s)
-        if not any(flag[0] for flag in flags):
+        if not any(flag[0] for flag in flags) or world.size == 1:
             return
-        endings = (
-            exchange_lines(world, [mine], phase="end of export", timeout_s=world.timeout_s)
-            if world.size > 1
-            else [[mine]]
-        )
+        endings = exchange_lines(world, [mine], phase="end of export", timeout_s=world.timeout_s)
         for rank, ending in enumerate(endings):
             if ending != [""] and not mine:
                 raise IncompleteExport(f"the export ended on every rank: rank {rank}'s consumer raised {ending[0]}")
 
     def _gather_all(self) -> Iterator[Bucket]:
-        for index, tensors in enumerate(self.plan.buckets):
-            with torch.no_grad(), torch.profiler.record_function(f"export::bucket {index}"):
-                self._is_torn = True
-                bucket = self._gather(tensors)
-                self._is_torn = False
-            if bucket is not None:
-                yield bucket
+        waiting = {travel: index for index, each in enumerate(self.plan.deliveries) for travel in each.travels}
+        missing = [len(each.travels) for each in self.plan.deliveries]
+        with torch.no_grad():
+            for arrived in self._courier.arrivals():
+                if not self._courier.receives:
+                    continue
+                for travel in arrived:
+                    missing[waiting[travel]] -= 1
+                whole = dict.fromkeys(waiting[travel] for travel in arrived if not missing[waiting[travel]])
+                finished = [item for index in whole for item in self._finish(self.plan.deliveries[index])]
+                if finished:
+                    yield Bucket(tuple(finished))
 
-    def _gather(self, tensors: Sequence[ExportTensor]) -> Bucket | None:
-        world = self._sharded.world
-        factors = self._gather_factors(tensors)
-        pieces = [Piece(self._local(tensor, factors), self._ranges(tensor), tensor.spec.shape) for tensor in tensors]
-        whole = gather_flat(pieces, world, to=self._to, phase=f"export of {tensors[0].spec.name}")
-        if whole is None:
-            return None
-        for tensor, value in zip(tensors, whole, strict=True):
-            if tuple(value.shape) != tensor.spec.shape or value.dtype != tensor.spec.dtype:
-                raise IncompleteExport(
-                    f"{tensor.spec.name}: planned {tensor.spec}, gathered {value.dtype} {list(value.shape)}"
-                )
-        return Bucket(tuple((tensor.spec.name, value) for tensor, value in zip(tensors, whole, strict=True)))
+    def _finish(self, delivery: Delivery) -> list[tuple[str, torch.Tensor]]:
+        """Checkpoint tensors of a delivery that has arrived; nothing once the consumer has left."""
+        values = {self.plan.travels[travel].source: self._courier.take(travel) for travel in delivery.travels}
+        if self._is_left:
+            return []
+        if not delivery.hub:
+            return self._checked(delivery, [(delivery.outputs[0].name, value) for value in values.values()])
+        skeleton = self._sharded.skeleton
+        for merge in delivery.scratch:
+            inputs = {name: values.pop(name) for name in merge.inputs}
+            with torch.profiler.record_function(f"export::merge {merge.module}"):
+                values.update(merge_scratch(skeleton, merge, inputs))
+        for merge in delivery.late:
+            base, a, b = (values.pop(name) for name in (merge.base, merge.a, merge.b))
+            values[merge.base] = merge_elements(merge, base.reshape(-1), start=0, a=a, b=b).reshape(merge.shape)
+        out = []
+        for tensor in delivery.hub:
+            out += to_hub(skeleton, tensor, [values[source] for source in tensor.sources])
+        return self._checked(delivery, out)
 
-    def _ranges(self, tensor: ExportTensor) -> Ranges:
-        if not tensor.is_buffer:
-            return self._sharded.ranges(tensor.source)
-        numel = tensor.spec.nbytes // tensor.spec.dtype.itemsize
-        return ((0, numel), *[(numel, numel)] * (self._sharded.world.size - 1))
-
-    def _local(self, tensor: ExportTensor, factors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's elements as they travel: merged if the plan says so, cast last (rounded once)."""
-        if tensor.is_buffer:
-            value = self._sharded.module.get_buffer(tensor.source).reshape(-1)
-            return value.to(tensor.spec.dtype) if self._sharded.world.is_main else value.to(tensor.spec.dtype)[:0]
-        local = self._sharded.local_flat(tensor.source)
-        if tensor.factors is not None and local.numel():
-            local = self._merge(tensor, local, factors)
-        return local.to(tensor.spec.dtype)
-
-    def _merge(self, tensor: ExportTensor, local: torch.Tensor, whole: dict[str, torch.Tensor]) -> torch.Tensor:
-        assert tensor.factors is not None
-        width = tensor.spec.shape[1]
-        start, stop = (bound // width for bound in self._sharded.ranges(tensor.source)[self._sharded.world.rank])
-        gathered_b = whole.get(tensor.factors.b)
-        b = (
-            self._sharded.local_flat(tensor.factors.b).reshape(-1, tensor.factors.rank)
-            if gathered_b is None
-            else gathered_b
-        )
-        rows = slice(None) if gathered_b is None else slice(start, stop)
-        return merge_rows(
-            local.reshape(stop - start, width), b, whole[tensor.factors.a], tensor.factors.scaling, rows=rows
-        ).reshape(-1)
-
-    def _gather_factors(self, tensors: Sequence[ExportTensor]) -> dict[str, torch.Tensor]:
-        """A of every merged layer, whole, on every rank; B too where a rank has too few rows to round alike."""
-        wanted: dict[str, tuple[int, int]] = {}
-        for tensor in tensors:
-            if tensor.factors is None:
-                continue
-            rows, width = tensor.spec.shape
-            wanted[tensor.factors.a] = (tensor.factors.rank, width)
-            held = [(stop - start) // width for start, stop in self._sharded.ranges(tensor.source)]
-            if min(count for count in held if count) < min(MIN_ROWS, rows):
-                wanted[tensor.factors.b] = (rows, tensor.factors.rank)
-        if not wanted:
-            return {}
-        pieces = [
-            Piece(self._sharded.local_flat(name), self._sharded.ranges(name), shape) for name, shape in wanted.items()
-        ]
-        whole = gather_flat(pieces, self._sharded.world, to="all", phase="export of LoRA factors")
-        assert whole is not None
-        return dict(zip(wanted, whole, strict=True))
+    def _checked(self, delivery: Delivery, made: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Cast to the wire dtype; raises `IncompleteExport` if what came out is not what the plan promised."""
+        out = []
+        for spec, (name, value) in zip(delivery.outputs, made, strict=True):
+            value = value.to(spec.dtype)
+            if name != spec.name or tuple(value.shape) != spec.shape:
+                raise IncompleteExport(f"planned {spec}, made {name!r} {value.dtype} {list(value.shape)}")
+            out.append((name, value))
+        return out
 
 
 def export_weights(
@@ -166,10 +149,16 @@ def export_weights(
     to: Destination = "all",
     dtype: torch.dtype | None = None,
 ) -> WeightStream:
-    """Stream the adapter or the merged weights of a sharded model; see `WeightStream`. Collective from `__enter__` on.
+    """Stream the adapter, the merged or the full weights of a sharded model; see `WeightStream`. Collective from `__enter__` on.
 
-    Refusals (`IncompleteExport`) come before any collective, on every rank alike. `dtype` is what floats travel in.
+    `bucket_bytes` is what the export may hold beyond the largest tensor; `to=0` sends to rank 0 alone; `dtype` is what floats
+    arrive in (rounded once, after merging; None: each tensor's own). Refusals (`IncompleteExport`) come before any collective,
+    on every rank alike.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, {bucket_bytes} came")
+    if to not in ("all", 0):
+        raise ValueError(f'to must be "all" or 0, {to!r} came')
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating dtype or None, {dtype} came")
     return WeightStream(sharded, plan_export(sharded, what, bucket_bytes=bucket_bytes, dtype=dtype), to=to)

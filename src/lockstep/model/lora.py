@@ -116,9 +116,9 @@ def adapter_file_names(model: PeftModel, adapter: str = ADAPTER) -> dict[str, st
     return {order[tensor.shape[0]]: name for name, tensor in named.items()}
 
 
-def adapter_config_json(model: PeftModel, adapter: str = ADAPTER) -> dict[str, Any]:
+def adapter_config_json(model: nn.Module, adapter: str = ADAPTER) -> dict[str, Any]:
     """PEFT's configuration of the adapter as plain JSON values: enums as text, sets as sorted lists, nothing left out."""
-    values = model.peft_config[adapter].to_dict()  # type: ignore[union-attr]
+    values = cast(PeftModel, model).peft_config[adapter].to_dict()  # type: ignore[union-attr]
     return {**{key: _plain(value) for key, value in values.items()}, "inference_mode": True}
 
 

@@ -1,21 +1,18 @@
-"""A model whose parameters are spread over ranks, seen without asking by which FSDP: `ShardedModel`, and one bounded gather.
+"""A model whose parameters are spread over ranks, seen without asking by which FSDP: `ShardedModel`.
 
 Every backend gives, for each live name, the contiguous range of elements (row-major) that each rank holds, and this rank's
-elements. On that alone `gather_flat` builds whole tensors with one collective, and never writes to the model.
+elements. On that alone exports are planned and sent, checkpoints read, and values filled in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.dist import World, data_phase
+from lockstep.dist import World
 from lockstep.sharding.plan import ShardingPlan
 
 Destination = Literal["all", 0]
@@ -33,6 +30,8 @@ class ShardedModel(Protocol):
     plan: ShardingPlan
     """Names are the skeleton's (clean names)."""
     world: World
+    evens_out: Literal["tensor", "unit"]
+    """Over what the ranks hold equally many bytes: each tensor (FSDP2's rows), or each unit (FSDP1's flat parameters)."""
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(live name, sharded parameter) of what the optimizer updates, in plan order."""
@@ -94,52 +93,3 @@ class ShardedModel(Protocol):
         False after somebody added an adapter, swapped a parameter or wrapped anew: `attach` again.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One tensor to gather: this rank's part, and where every rank's part belongs."""
-
-    local: torch.Tensor
-    """1-D, contiguous, in the dtype that travels."""
-    ranges: Ranges
-    shape: tuple[int, ...]
-
-
-def gather_flat(pieces: Sequence[Piece], world: World, *, to: Destination, phase: str) -> list[torch.Tensor] | None:
-    """Collective: one all-gather, or one gather for `to=0` (None on the other ranks). Whole tensors that own their memory.
-
-    Every rank brings the same pieces in the same order (agreed before, by the plan). Holds one padded copy of the pieces
-    per rank that receives, and the result.
-    """
-    mine = torch.cat([piece.local.detach().reshape(-1).view(torch.uint8) for piece in pieces])
-    if world.size == 1:
-        return _unpack([mine], pieces)
-    sizes = [_bytes_on_rank(pieces, rank) for rank in range(world.size)]
-    padded = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel())) if mine.numel() < max(sizes) else mine
-    parts = [torch.empty_like(padded) for _ in range(world.size)] if to == "all" or world.is_main else None
-    with data_phase(world, phase):
-        if to == "all":
-            dist.all_gather(parts, padded, group=world.data)
-        else:
-            dist.gather(padded, parts, dst=world.ranks[0] if world.ranks else 0, group=world.data)
-    return None if parts is None else _unpack(parts, pieces)
-
-
-def _bytes_on_rank(pieces: Sequence[Piece], rank: int) -> int:
-    return sum((piece.ranges[rank][1] - piece.ranges[rank][0]) * piece.local.element_size() for piece in pieces)
-
-
-def _unpack(parts: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Cut each rank's bytes at the pieces' bounds and put every tensor together in rank order."""
-    offsets = [0] * len(parts)
-    out = []
-    for piece in pieces:
-        chunks = []
-        for rank, part in enumerate(parts):
-            start, stop = piece.ranges[rank]
-            nbytes = (stop - start) * piece.local.element_size()
-            chunks.append(part[offsets[rank] : offsets[rank] + nbytes])
-            offsets[rank] += nbytes
-        out.append(torch.cat(chunks).view(piece.local.dtype).reshape(piece.shape))
-    return out

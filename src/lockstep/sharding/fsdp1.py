@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,8 @@ class FlatShard:
 
 class FSDP1Model(LiveModel):
     """`ShardedModel` over FSDP1, whoever wrapped the model: any sharding strategy, original parameters kept or not."""
+
+    evens_out: Literal["tensor", "unit"] = "unit"
 
     def __init__(self, module: nn.Module, world: World, *, plan: ShardingPlan | None = None):
         """Not collective. Without `plan`, the units are the wrapped modules. Raises `ModelError` naming what is not supported."""

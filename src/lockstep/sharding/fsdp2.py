@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -84,6 +84,8 @@ class RowShard:
 
 class FSDP2Model(LiveModel):
     """`ShardedModel` over `fully_shard`; also over DDP and over a model that is not wrapped at all (everything is whole)."""
+
+    evens_out: Literal["tensor", "unit"] = "tensor"
 
     def __init__(
         self,

@@ -1,0 +1,144 @@
+"""An export plan in; every travel, whole, one window after another, out: what runs the schedule on this rank.
+
+Reads shards, merges this rank's own elements on the way (`RowsMerge`), casts them once to what travels, and puts together what
+comes. While one window is on its way the one before is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lockstep.export.exchange import Exchange, Pending, Traffic, make_exchange
+from lockstep.export.merge import RowsMerge, merge_elements
+from lockstep.export.schedule import Segment, Window, cut
+from lockstep.export.what import ExportPlan
+from lockstep.sharding.base import Destination, ShardedModel
+
+PACKED = 4
+"""A group of several tensors has at most this fraction of `bucket_bytes`: it is held as it came, as finished tensors, and in
+the consumer's hands while the next one comes."""
+LONE = 2
+"""A lone tensor comes in windows of at most this fraction; itself it is the memory bound's "largest tensor"."""
+FACTORS = 8
+"""LoRA factors that are gathered ahead have at most this fraction (or what one group needs)."""
+
+
+class Courier:
+    """Runs one plan once. Every rank makes the same calls."""
+
+    def __init__(self, sharded: ShardedModel, plan: ExportPlan, to: Destination):
+        self._sharded = sharded
+        self._plan = plan
+        self._main = self._exchange(to)
+        # Factors go to every rank, whoever receives the result, and have staging of their own: a window may be under way.
+        self._to_all = self._exchange("all")
+        self._arriving: dict[int, torch.Tensor] = {}
+        self._factors: dict[str, torch.Tensor] = {}
+        self.receives = to == "all" or sharded.world.is_main
+        self.is_torn = False
+        """Inside an exchange: an error now leaves it half done, and this rank cannot take part in any other."""
+
+    @property
+    def traffic(self) -> Traffic:
+        each = (self._main.traffic, self._to_all.traffic)
+        return Traffic(
+            sum(one.num_exchanges for one in each),
+            sum(one.bytes_sent for one in each),
+            sum(one.bytes_received for one in each),
+        )
+
+    def arrivals(self) -> Iterator[tuple[int, ...]]:
+        """Collective. Travels (their places) that are whole, window by window; `take` gives them on a rank that receives."""
+        before: Pending | None = None
+        for index in range(len(self._plan.groups)):
+            self._gather_factors(index)
+            for window in self._windows(self._travels_of(index), is_lone=len(self._plan.groups[index]) == 1):
+                now = self._start(self._main, window)
+                if before is not None:
+                    self._finish(self._main, before)
+                    yield before.window.arrived
+                before = now
+        if before is not None:
+            self._finish(self._main, before)
+            yield before.window.arrived
+
+    def take(self, travel: int) -> torch.Tensor:
+        """A travel that has arrived, in its own shape and order of dimensions. Its memory is the taker's."""
+        described = self._plan.travels[travel]
+        whole = self._arrival(travel).reshape(described.shape)
+        del self._arriving[travel]
+        return whole.movedim(0, described.shard_dim).contiguous() if described.shard_dim else whole
+
+    def _exchange(self, to: Destination) -> Exchange:
+        return make_exchange(self._sharded.world, to=to, itemsize=lambda segment: self._dtype(segment).itemsize)
+
+    def _travels_of(self, group: int) -> list[int]:
+        return [travel for place in self._plan.groups[group] for travel in self._plan.deliveries[place].travels]
+
+    def _windows(self, travels: Sequence[int], *, is_lone: bool) -> list[Window]:
+        share = LONE if is_lone and len(travels) == 1 else PACKED
+        return cut(travels, self._plan.extents, part_bytes=self._plan.bucket_bytes // share // self._sharded.world.size)
+
+    def _start(self, exchange: Exchange, window: Window) -> Pending:
+        self.is_torn = True
+        with torch.profiler.record_function("export::send"):
+            pending = exchange.start(window, write=self._write, place=self._place)
+        self.is_torn = False
+        return pending
+
+    def _finish(self, exchange: Exchange, pending: Pending) -> None:
+        self.is_torn = True
+        first = next((segment for part in pending.window.parts for segment in part), None)
+        name = self._plan.travels[first.travel].source if first else "nothing"
+        with torch.profiler.record_function("export::receive"):
+            exchange.finish(pending, place=self._place, phase=f"export of {name}")
+        self.is_torn = False
+
+    def _gather_factors(self, group: int) -> None:
+        """Collective. The factors that this group and some after it need; those of groups before are dropped."""
+        for batch in self._plan.factors:
+            if batch.before_group != group:
+                continue
+            self._factors.clear()
+            for window in self._windows(batch.travels, is_lone=False):
+                self._finish(self._to_all, self._start(self._to_all, window))
+            for travel in batch.travels:
+                described = self._plan.travels[travel]
+                self._factors[described.source] = self._arrival(travel).reshape(described.shape)
+                del self._arriving[travel]
+
+    def _dtype(self, segment: Segment) -> torch.dtype:
+        return self._plan.travels[segment.travel].dtype
+
+    def _arrival(self, travel: int) -> torch.Tensor:
+        """The whole tensor, flat, as far as it has come."""
+        if travel not in self._arriving:
+            described = self._plan.travels[travel]
+            numel = self._plan.extents[travel].nbytes // described.dtype.itemsize
+            self._arriving[travel] = torch.empty(numel, dtype=described.dtype, device=self._sharded.world.device)
+        return self._arriving[travel]
+
+    def _place(self, segment: Segment) -> torch.Tensor:
+        return self._arrival(segment.travel)[segment.start : segment.stop].view(torch.uint8)
+
+    def _write(self, segment: Segment, target: torch.Tensor) -> None:
+        """This rank's elements as they travel: merged if the plan says so, and cast once, last."""
+        travel = self._plan.travels[segment.travel]
+        if travel.is_buffer:
+            values = self._sharded.buffer(travel.name).reshape(-1)[segment.start : segment.stop]
+        else:
+            first = self._plan.extents[segment.travel].ranges[self._sharded.world.rank][0]
+            values = self._sharded.local_flat(travel.name)[segment.start - first : segment.stop - first]
+        if travel.merge is not None:
+            values = self._merged(travel.merge, values, segment.start)
+        target.view(travel.dtype).copy_(values)
+
+    def _merged(self, merge: RowsMerge, base: torch.Tensor, start: int) -> torch.Tensor:
+        device = self._sharded.world.device
+        b, first_row = self._factors.get(merge.b), 0
+        if b is None:
+            first_row = self._sharded.ranges(merge.b)[self._sharded.world.rank][0] // merge.rank
+            b = self._sharded.local_flat(merge.b).reshape(-1, merge.rank).to(device)
+        return merge_elements(merge, base.to(device), start=start, a=self._factors[merge.a], b=b, first_row=first_row)
