@@ -123,17 +123,28 @@ class Courier:
     def _place(self, segment: Segment) -> torch.Tensor:
         return self._arrival(segment.travel)[segment.start : segment.stop].view(torch.uint8)
 
-    def _write(self, segment: Segment, target: torch.Tensor) -> None:
+    def _write(self, segments: Sequence[Segment], targets: Sequence[torch.Tensor]) -> None:
         """This rank's elements as they travel: merged if the plan says so, and cast once, last."""
+        plain: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        for segment, target in zip(segments, targets, strict=True):
+            travel = self._plan.travels[segment.travel]
+            values, place = self._values(segment), target.view(travel.dtype)
+            if travel.merge is None:
+                plain.append(values)
+                places.append(place)
+            else:
+                place.copy_(self._merged(travel.merge, values, segment.start))
+        if plain:
+            torch._foreach_copy_(places, plain)
+
+    def _values(self, segment: Segment) -> torch.Tensor:
+        """This rank's elements of a segment as they lie in the live model."""
         travel = self._plan.travels[segment.travel]
         if travel.is_buffer:
-            values = self._sharded.buffer(travel.name).reshape(-1)[segment.start : segment.stop]
-        else:
-            first = self._plan.extents[segment.travel].ranges[self._sharded.world.rank][0]
-            values = self._sharded.local_flat(travel.name)[segment.start - first : segment.stop - first]
-        if travel.merge is not None:
-            values = self._merged(travel.merge, values, segment.start)
-        target.view(travel.dtype).copy_(values)
+            return self._sharded.buffer(travel.name).reshape(-1)[segment.start : segment.stop]
+        first = self._plan.extents[segment.travel].ranges[self._sharded.world.rank][0]
+        return self._sharded.local_flat(travel.name)[segment.start - first : segment.stop - first]
 
     def _merged(self, merge: RowsMerge, base: torch.Tensor, start: int) -> torch.Tensor:
         device = self._sharded.world.device

@@ -23,6 +23,7 @@ from lockstep.errors import IncompleteExport
 from lockstep.export.merge import RowsMerge
 from lockstep.export.merge_plan import Merges, plan_merges
 from lockstep.export.peft_tree import adapter_tensor_names, check_unmerged, join, plain_model, walk_plain
+from lockstep.model.strip import stripped_from
 from lockstep.types import TensorSpec
 
 _PLAIN: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
@@ -74,6 +75,7 @@ def hub_plan(model: nn.Module, *, adapter: str | None, untie: bool = False, merg
         merges = plan_merges(model, adapter)
     slots = _slots(model, adapter, merges or Merges())
     notes = _check_ties(model, slots, untie=untie) if adapter is not None else ()
+    notes += _what_is_missing(model)
     plain = _plain_of(model)
     if not isinstance(plain, PreTrainedModel):
         return HubPlan(tuple(_plain_tensor(slot, slot.name) for slot in _first_of_each(slots.values())), notes)
@@ -182,6 +184,15 @@ def _check_ties(model: nn.Module, slots: Mapping[str, _Slot], *, untie: bool) ->
             f"{other} is exported apart from {first}, to which it is tied in the base model: load with tie_word_embeddings=False"
         )
     return tuple(notes)
+
+
+def _what_is_missing(model: nn.Module) -> tuple[str, ...]:
+    """A note on each lot of stages that were taken out: whoever serves the export needs them from the original checkpoint."""
+    return tuple(
+        f"{', '.join(report.removed)} stripped before training: {report.num_saved} tensors of the whole model are not in this export, "
+        "which is a part of its checkpoint; take them from the original one"
+        for report in stripped_from(model)
+    )
 
 
 def _first_of_each(slots: Iterable[_Slot]) -> list[_Slot]:
