@@ -11,7 +11,7 @@ from helpers_models import OMNI_TARGETS, tiny_qwen3_omni, tiny_qwen3_omni_config
 from lockstep.config import LoraSection
 from lockstep.errors import ModelError
 from lockstep.model.lora import inject_lora
-from lockstep.model.strip import StripReport, strip
+from lockstep.model.strip import StripReport, strip, stripped_from
 from lockstep.model.text_config import text_config
 from lockstep.sharding.plan import plan_sharding
 from lockstep.testing import tiny_llama
@@ -47,6 +47,18 @@ def test_stages_are_removed_and_counted():
     ]
     assert model(torch.tensor([1, 2])).shape == (2, 5)
     assert report.line().startswith("stripped talker, code2wav: 47 parameters")
+
+
+def test_a_model_knows_what_was_taken_out_whoever_wraps_it_later():
+    model = Stages()
+    assert stripped_from(model) == []
+    report = strip(model, ["code2wav"])
+    assert report.num_saved == 2 + 5  # a linear's, and the norm's two parameters and three buffers
+    strip(model, [])
+    outer = nn.Sequential(model)
+    assert stripped_from(outer) == [report]
+    second = strip(model, ["talker"])
+    assert stripped_from(outer) == [report, second] and second.num_saved == 3
 
 
 @pytest.mark.parametrize("share", ["module", "parameter"])

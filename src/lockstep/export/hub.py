@@ -24,6 +24,7 @@ from lockstep.export.merge import RowsMerge
 from lockstep.export.merge_plan import Merges, plan_merges
 from lockstep.export.peft_tree import adapter_tensor_names, check_unmerged, join, plain_model, walk_plain
 from lockstep.model.strip import stripped_from
+from lockstep.names import checkpoint_name
 from lockstep.types import TensorSpec
 
 _PLAIN: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
@@ -189,8 +190,8 @@ def _check_ties(model: nn.Module, slots: Mapping[str, _Slot], *, untie: bool) ->
 def _what_is_missing(model: nn.Module) -> tuple[str, ...]:
     """A note on each lot of stages that were taken out: whoever serves the export needs them from the original checkpoint."""
     return tuple(
-        f"{', '.join(report.removed)} stripped before training: {report.num_saved} tensors of the whole model are not in this export, "
-        "which is a part of its checkpoint; take them from the original one"
+        f"{', '.join(map(checkpoint_name, report.removed))} stripped before training: {report.num_saved} tensors of the whole "
+        "model are not in this export, which is a part of its checkpoint; take them from the original one"
         for report in stripped_from(model)
     )
 

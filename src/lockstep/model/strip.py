@@ -14,6 +14,9 @@ from lockstep.errors import ModelError
 DECLARED = "_lockstep_strip_modules"
 """Attribute of a model, or of its class, in which it lists the stages that training does not need."""
 
+_RECORD = "_lockstep_stripped"
+"""Attribute of a model from which something was taken: the reports, so that an export can say that it is a part of the whole."""
+
 _PEFT_PREFIX = "base_model.model."
 # Their entries are numbered or looped over: taking one out renames the others, or leaves a hole in the forward.
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -32,6 +35,8 @@ class StripReport:
     """Bytes freed: of those parameters and buffers (on meta: what they would take)."""
     kept: tuple[str, ...] = ()
     """Names, below what was removed, of parameters and buffers that the rest of the model shares: they stay there."""
+    num_saved: int = 0
+    """How many of those freed a checkpoint of the whole model holds: tied ones once, non-persistent buffers not."""
 
     def line(self) -> str:
         shared = (
@@ -58,10 +63,18 @@ def strip(model: nn.Module, names: Sequence[str] | None = None) -> StripReport:
     wanted = (getattr(model, DECLARED, None) or ()) if names is None else names
     found = list(dict.fromkeys(_resolve(model, name) for name in wanted))
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
-    before = _tensors(model)
+    before, saved = _tensors(model), {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for name in outermost:
         _take_out(model, name)
-    return _report(outermost, before, _tensors(model))
+    report = _report(outermost, before, _tensors(model), saved)
+    if outermost:
+        model.__dict__[_RECORD] = (*model.__dict__.get(_RECORD, ()), report)
+    return report
+
+
+def stripped_from(model: nn.Module) -> list[StripReport]:
+    """Reports of everything that `strip` took out of the model, or of a module in it, before it was wrapped or after."""
+    return [report for module in model.modules() for report in module.__dict__.get(_RECORD, ())]
 
 
 def _resolve(model: nn.Module, name: str) -> str:
@@ -109,15 +122,18 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _report(removed: Iterable[str], before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> StripReport:
+def _report(
+    removed: Iterable[str], before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], saved: set[int]
+) -> StripReport:
     left = {id(tensor) for tensor in after.values()}
     gone = {name: tensor for name, tensor in before.items() if name not in after}
     freed = {name: tensor for name, tensor in gone.items() if id(tensor) not in left}
-    unique = {id(tensor): tensor for tensor in freed.values()}.values()
+    unique = {id(tensor): tensor for tensor in freed.values()}
     return StripReport(
         removed=tuple(removed),
         parameters=tuple(freed),
-        num_params=sum(tensor.numel() for tensor in unique if isinstance(tensor, nn.Parameter)),
-        nbytes=sum(tensor.nbytes for tensor in unique),
+        num_params=sum(tensor.numel() for tensor in unique.values() if isinstance(tensor, nn.Parameter)),
+        nbytes=sum(tensor.nbytes for tensor in unique.values()),
         kept=tuple(name for name in gone if name not in freed),
+        num_saved=len(unique.keys() & saved),
     )
