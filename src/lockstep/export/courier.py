@@ -16,13 +16,18 @@ from lockstep.export.schedule import Segment, Window, cut
 from lockstep.export.what import ExportPlan
 from lockstep.sharding.base import Destination, ShardedModel
 
-PACKED = 4
-"""A group of several tensors has at most this fraction of `bucket_bytes`: it is held as it came, as finished tensors, and in
-the consumer's hands while the next one comes."""
-LONE = 2
+PACKED = 8
+"""A group of several tensors has at most this fraction of `bucket_bytes`: three of them are held at a time (in the consumer's
+hands, finished, under way), and staging for two."""
+LONE = 4
 """A lone tensor comes in windows of at most this fraction; itself it is the memory bound's "largest tensor"."""
-FACTORS = 8
-"""LoRA factors that are gathered ahead have at most this fraction (or what one group needs)."""
+FACTORS = 16
+"""LoRA factors that are gathered ahead have at most this fraction (or what one group needs); staging for them as much twice."""
+
+
+def part_limit(plan: ExportPlan, travels: Sequence[int], num_ranks: int) -> int:
+    """Most bytes that one rank sends in one window of these travels."""
+    return plan.bucket_bytes // (LONE if len(travels) == 1 else PACKED) // num_ranks
 
 
 class Courier:
@@ -54,7 +59,7 @@ class Courier:
         before: Pending | None = None
         for index in range(len(self._plan.groups)):
             self._gather_factors(index)
-            for window in self._windows(self._travels_of(index), is_lone=len(self._plan.groups[index]) == 1):
+            for window in self._windows(self._travels_of(index)):
                 now = self._start(self._main, window)
                 if before is not None:
                     self._finish(self._main, before)
@@ -77,9 +82,9 @@ class Courier:
     def _travels_of(self, group: int) -> list[int]:
         return [travel for place in self._plan.groups[group] for travel in self._plan.deliveries[place].travels]
 
-    def _windows(self, travels: Sequence[int], *, is_lone: bool) -> list[Window]:
-        share = LONE if is_lone and len(travels) == 1 else PACKED
-        return cut(travels, self._plan.extents, part_bytes=self._plan.bucket_bytes // share // self._sharded.world.size)
+    def _windows(self, travels: Sequence[int]) -> list[Window]:
+        limit = part_limit(self._plan, travels, self._sharded.world.size)
+        return cut(travels, self._plan.extents, part_bytes=limit)
 
     def _start(self, exchange: Exchange, window: Window) -> Pending:
         self.is_torn = True
@@ -102,7 +107,7 @@ class Courier:
             if batch.before_group != group:
                 continue
             self._factors.clear()
-            for window in self._windows(batch.travels, is_lone=False):
+            for window in self._windows(batch.travels):
                 self._finish(self._to_all, self._start(self._to_all, window))
             for travel in batch.travels:
                 described = self._plan.travels[travel]

@@ -73,10 +73,10 @@ class Staging:
 
     def take(self, purpose: str, nbytes: int) -> torch.Tensor:
         key = (purpose, self._turn)
-        kept = self._kept.get(key)
-        if kept is None or kept.numel() < nbytes:
-            kept = self._kept[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return kept[:nbytes]
+        if key not in self._kept or self._kept[key].numel() < nbytes:
+            self._kept.pop(key, None)  # the shorter one goes first
+            self._kept[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._kept[key][:nbytes]
 
 
 def fill(target: torch.Tensor, part: Sequence[Segment], write: Write, itemsize: Callable[[Segment], int]) -> None:
@@ -86,6 +86,8 @@ def fill(target: torch.Tensor, part: Sequence[Segment], write: Write, itemsize: 
 
 def unpack(received: torch.Tensor, part: Sequence[Segment], place: Place) -> None:
     """Copy every segment of a part to where it belongs: hundreds of small ones in one call."""
+    if not part:
+        return
     targets = [place(segment) for segment in part]
     sources = [received[each.offset : each.offset + to.numel()] for each, to in zip(part, targets, strict=True)]
     torch._foreach_copy_(targets, sources)
