@@ -19,9 +19,10 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 import lockstep
-from helpers_models import tiny_gemma3, tiny_gemma4, tiny_gpt2, tiny_mixtral, tiny_qwen2, tiny_qwen3_moe
+from helpers_models import HAS_GEMMA4, tiny_gemma3, tiny_gemma4, tiny_gpt2, tiny_mixtral, tiny_qwen2, tiny_qwen3_moe
 from lockstep.dist import World
 from lockstep.errors import IncompleteExport, ModelError
+from lockstep.model.dtype import FSDP2_MIXES_FROZEN
 from lockstep.sharding.base import ShardedModel
 from lockstep.testing import tiny_llama
 from lockstep.transport.base import tensor_line
@@ -36,7 +37,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": tiny_gpt2,
     "qwen2": tiny_qwen2,
     "gemma3": tiny_gemma3,
-    "gemma4": tiny_gemma4,
+    **({"gemma4": tiny_gemma4} if HAS_GEMMA4 else {}),
     "mixtral": tiny_mixtral,
     "qwen3-moe": tiny_qwen3_moe,
 }
@@ -207,14 +208,15 @@ def check_cells(world: World, cells: Sequence[Cell], folder: str) -> list[tuple[
 
 
 def shard_cell(cell: Cell) -> ShardedModel:
-    """Collective. Adapters keep their dtype: FSDP1 gets units of their own for them."""
+    """Collective. Adapters keep their dtype: where a unit must have one, they get units of their own."""
+    is_split = cell.dtypes == "mixed" and (cell.backend != "fsdp2" or not FSDP2_MIXES_FROZEN)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 says for each unit that frozen and trainable parameters share it
         return lockstep.shard(
             build(cell),
             backend="fsdp2" if cell.backend == "fsdp2" else "fsdp1",
             use_orig_params=cell.backend != "fsdp1-flat",
-            mixed_dtypes="split" if cell.dtypes == "mixed" and cell.backend != "fsdp2" else None,
+            mixed_dtypes="split" if is_split else None,
         )
 
 
@@ -250,12 +252,14 @@ def collect(sharded: ShardedModel, what: Any, **options: Any) -> dict[str, torch
 def difference(came: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
     """The first thing in which two exports differ, in words; empty if they are the same to the bit."""
     if set(came) != set(wanted):
-        return f"names: only here {sorted(set(came) - set(wanted))[:3]}, only there {sorted(set(wanted) - set(came))[:3]}"
+        return (
+            f"names: only here {sorted(set(came) - set(wanted))[:3]}, only there {sorted(set(wanted) - set(came))[:3]}"
+        )
     for name, tensor in came.items():
         other = wanted[name]
         if tensor.dtype != other.dtype or tensor.shape != other.shape:
             return f"{name}: {tensor.dtype} {list(tensor.shape)} for {other.dtype} {list(other.shape)}"
-        if not torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+        if not torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (tensor, other))):
             return f"{name}: {int((tensor != other).sum())} of {tensor.numel()} elements"
     return ""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     MixtralConfig,
@@ -26,6 +25,9 @@ from transformers import (
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
 )
+
+HAS_GEMMA4 = hasattr(transformers, "Gemma4ForCausalLM")
+"""Not in transformers 5.1 to 5.4."""
 
 WORDS: dict[str, Any] = dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 DECODER: dict[str, Any] = dict(
@@ -88,7 +90,7 @@ def tiny_gemma3(*, seed: int = 0, **overrides: Any) -> Gemma3ForCausalLM:
     return _build(Gemma3ForCausalLM, Gemma3TextConfig(**{**WORDS, **DECODER, **values, **overrides}), seed)
 
 
-def tiny_gemma4(*, seed: int = 0, **overrides: Any) -> Gemma4ForCausalLM:
+def tiny_gemma4(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Text only, tied, rotary tables of two lengths, and a small per-layer embedding (its default has 262144 rows)."""
     values = dict(
         head_dim=8,
@@ -99,7 +101,8 @@ def tiny_gemma4(*, seed: int = 0, **overrides: Any) -> Gemma4ForCausalLM:
         hidden_size_per_layer_input=4,
         num_kv_shared_layers=0,
     )
-    return _build(Gemma4ForCausalLM, Gemma4TextConfig(**{**WORDS, **DECODER, **values, **overrides}), seed)
+    config = transformers.Gemma4TextConfig(**{**WORDS, **DECODER, **values, **overrides})
+    return _build(transformers.Gemma4ForCausalLM, config, seed)
 
 
 def tiny_qwen2_vl(*, seed: int = 0) -> Qwen2VLForConditionalGeneration:

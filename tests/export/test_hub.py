@@ -35,7 +35,7 @@ MODELS = {
     "qwen2": helpers_models.tiny_qwen2,
     "gpt2": helpers_models.tiny_gpt2,
     "gemma3": helpers_models.tiny_gemma3,
-    "gemma4": helpers_models.tiny_gemma4,
+    **({"gemma4": helpers_models.tiny_gemma4} if helpers_models.HAS_GEMMA4 else {}),
     "mixtral": helpers_models.tiny_mixtral,
     "qwen3moe": helpers_models.tiny_qwen3_moe,
     "qwen2vl": helpers_models.tiny_qwen2_vl,
