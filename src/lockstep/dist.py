@@ -10,14 +10,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import logging
-import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -25,13 +21,15 @@ import torch.distributed as dist
 
 from lockstep.config import DistConfig
 from lockstep.errors import LockstepError, RankMissing, RanksDisagree
+from lockstep.rendezvous import meet, whole_number
 from lockstep.types import Stat
 
 log = logging.getLogger(__name__)
 
-_RENDEZVOUS_GRACE_S = 2.0
-"""For a store to raise its own, better error first: TCPStore waits a second longer than it is told."""
 _PHASE_KEY = "lockstep/phase/{rank}"
+_GAVE_UP_KEY = "lockstep/gave-up/{phases}/{rank}"
+_ROLL_CALL_S = 2.0
+"""How long a rank that lost somebody waits for the others to have noticed too: who has not is whom they all miss."""
 _STORE_IS_GONE = "the store that the ranks met in does not answer: whoever hosts it (rank 0, or the launcher) is gone"
 
 
@@ -92,13 +90,13 @@ def start(device: str, limits: DistConfig) -> World:
     Without RANK this process is the only rank, and FSDP still gets a process group of one. Raises `LockstepError` when the
     rendezvous fails: the address is taken, or a rank does not come within `limits.timeout_s`.
     """
-    rank, size = _whole_number("RANK", 0), _whole_number("WORLD_SIZE", 1)
-    local_rank = _whole_number("LOCAL_RANK", rank)
+    rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
+    local_rank = whole_number("LOCAL_RANK", rank)
     where = device_for(device, local_rank)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     timeout = datetime.timedelta(seconds=limits.timeout_s)
-    store = _rendezvous(rank, size, limits.timeout_s)
+    store = meet(rank, size, limits.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
@@ -111,149 +109,12 @@ def start(device: str, limits: DistConfig) -> World:
             "Check that every rank was started with the same WORLD_SIZE and a RANK of its own"
         ) from error
     world = World(rank, size, local_rank, where, limits.agree_timeout_s, limits.timeout_s, control, store)
-    _joined.append((dist.group.WORLD, world))
+    joined.append((dist.group.WORLD, world))
     return world
 
 
-def current_world(
-    *,
-    ranks: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | None = None,
-    timeout_s: float = 60.0,
-) -> World:
-    """The world of a process group that somebody else started: all its ranks, or these (ascending global ranks).
-
-    Collective over those ranks the first time, when they make a gloo group for agreement (and one for tensors, unless
-    `group` is one of exactly these ranks); later calls give the same object back. Without a process group: a world of one.
-    Raises `RankMissing` naming the ranks that do not come within `timeout_s`, `LockstepError` on a rank outside of `ranks`.
-    """
-    if not dist.is_initialized():
-        return World(device=device or torch.device("cpu"), agree_timeout_s=timeout_s)
-    everyone = tuple(range(dist.get_world_size()))
-    members = everyone if ranks is None else tuple(ranks)
-    known = next((world for owner, world in _joined if owner is dist.group.WORLD and _members(world) == members), None)
-    if known is None:
-        known = _join(members, group, device or torch.device("cpu"), timeout_s)
-        _joined.append((dist.group.WORLD, known))
-    known.agree_timeout_s = timeout_s
-    return known
-
-
-_joined: list[tuple[object, World]] = []
-"""Every world that this process is in, with the default process group that it lives on."""
-
-
-def _members(world: World) -> tuple[int, ...]:
-    return tuple(range(world.size)) if world.ranks is None else world.ranks
-
-
-def _join(members: tuple[int, ...], group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> World:
-    me = dist.get_rank()
-    if me not in members:
-        raise LockstepError(f"rank {me} holds a model that is sharded over the ranks {list(members)}, without it")
-    is_everyone = len(members) == dist.get_world_size()
-    world = World(members.index(me), len(members), _whole_number("LOCAL_RANK", me), device, timeout_s)
-    world.ranks = None if is_everyone else members
-    if world.size == 1:
-        world.data = None if is_everyone else dist.group.WORLD  # never used: nothing travels
-        return world
-    name = "-".join(map(str, members)) if not is_everyone else "all"
-    # torch has no public name for the store that the default group was made with (2.6 to 2.13 have this one).
-    world.store = dist.PrefixStore(f"lockstep/{name}", dist.distributed_c10d._get_default_store())
-    _wait_for(world, members, timeout_s)
-    world.control = _new_group(members, "gloo", world.timeout_s)
-    if not is_everyone:
-        fits = group is not None and tuple(dist.get_process_group_ranks(group)) == members
-        world.data = group if fits else _new_group(members, None, world.timeout_s)
-    return world
-
-
-def _new_group(members: tuple[int, ...], backend: str | None, timeout_s: float) -> dist.ProcessGroup:
-    """Collective over the members only: other ranks need not know."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    made = dist.new_group(list(members), backend=backend, timeout=timeout, use_local_synchronization=True)
-    return cast(dist.ProcessGroup, made)
-
-
-def _wait_for(world: World, members: tuple[int, ...], timeout_s: float) -> None:
-    """Making a group waits for every member, and cannot say for whom: so they meet in the store first."""
-    assert world.store is not None
-    keys = {rank: f"here/{rank}" for rank in members}
-    world.store.set(keys[members[world.rank]], "yes")
-    try:
-        world.store.wait(list(keys.values()), datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [rank for rank, key in keys.items() if not world.store.check([key])]
-        raise RankMissing(
-            f"rank {members[world.rank]} waited {timeout_s:.0f} s in 'joining' for ranks {missing}: attach and shard are "
-            f"collective, every one of the ranks {list(members)} calls them"
-        ) from error
-
-
-def _whole_number(name: str, default: int) -> int:
-    value = os.environ.get(name, str(default))
-    if not value.isdecimal():
-        raise LockstepError(f"the environment variable {name} must be a whole number; it is {value!r}")
-    return int(value)
-
-
-def _rendezvous(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """The store that the ranks meet in. Raises `LockstepError` naming the place that is taken, unreachable or unusable."""
-    path = os.environ.get("LOCKSTEP_STORE")
-    if path:
-        return _shared_file(Path(path), size, timeout_s)
-    if size == 1 and "MASTER_ADDR" not in os.environ:
-        return dist.HashStore()
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _whole_number("MASTER_PORT", 29500)
-    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = datetime.timedelta(seconds=timeout_s)
-    hint = (
-        f"Check that all {size} ranks were started with this address; if another job uses the port, set MASTER_PORT to a "
-        "free one"
-    )
-    what = f"rank {rank}: rendezvous at {host}:{port}"
-    return _within(timeout_s, lambda: dist.TCPStore(host, port, size, is_host, timeout=timeout), what, hint)
-
-
-def _shared_file(path: Path, size: int, timeout_s: float) -> dist.Store:
-    """Looks at the file first: torch 2.13's FileStore tries for minutes, holding the interpreter's lock, where it cannot open
-    a file or where the bytes there are not a store's."""
-    if not path.parent.is_dir() or path.is_dir() or (path.exists() and not _may_be_store(path)):
-        raise LockstepError(f"LOCKSTEP_STORE is {str(path)!r}; it must be a new file in a folder that exists")
-    try:
-        store = dist.FileStore(str(path), size)
-    except RuntimeError as error:
-        raise LockstepError(f"LOCKSTEP_STORE: ranks cannot meet in {path}: {error}; name a new file") from error
-    store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    return store
-
-
-def _may_be_store(path: Path) -> bool:
-    """A store's file is empty, or starts with the length of a key: four bytes, the lowest first."""
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(4), "little") < 1 << 16
-
-
-def _within(timeout_s: float, make: Callable[[], dist.Store], what: str, hint: str) -> dist.Store:
-    """What `make` returns. torch 2.13's TCPStore outlasts its own timeout where something listens and never answers, so
-    a thread of its own waits for it; it is left behind when it does not return."""
-    outcome: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put(make())
-        except Exception as error:  # handed to the waiting thread, which raises it
-            outcome.put(error)
-
-    threading.Thread(target=run, daemon=True, name="rendezvous").start()
-    try:
-        made = outcome.get(timeout=timeout_s + _RENDEZVOUS_GRACE_S)
-    except queue.Empty:
-        raise LockstepError(f"{what} did not answer within {timeout_s:.0f} s. {hint}") from None
-    if isinstance(made, Exception):
-        raise LockstepError(f"{what} failed: {str(made).rstrip('.')}. {hint}") from made
-    return made
+joined: list[tuple[object, World]] = []
+"""Every world that this process is in, with the default process group that it lives on (`worlds.current_world` looks here)."""
 
 
 def stop(world: World) -> None:
@@ -261,7 +122,7 @@ def stop(world: World) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     world.control = None
-    _joined.clear()
+    joined.clear()
 
 
 def announce(world: World, phase: str) -> None:
@@ -279,14 +140,20 @@ def announce(world: World, phase: str) -> None:
 
 
 def agree(
-    world: World, *, phase: str, fingerprint: str, describe: Callable[[], Sequence[str]], timeout_s: float | None = None
+    world: World,
+    *,
+    phase: str,
+    fingerprint: str,
+    describe: Callable[[], Sequence[str]],
+    timeout_s: float | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Collective. Return only if every rank came to `phase` with the same `fingerprint`.
 
     `describe()` gives the lines that the fingerprint is over; it is called only when the ranks differ, and the first line
     in which two ranks differ is in the `RanksDisagree` that every rank raises. A rank that does not come within `timeout_s`
     is named in `RankMissing`, with the phase it announced last. Cost on the happy path: one store write and one
-    all-gather of 32 bytes per rank.
+    all-gather of 32 bytes per rank; `meanwhile()`, work of this rank alone, is done while that is under way.
     """
     if world.size == 1:
         return
@@ -294,14 +161,16 @@ def agree(
     world.num_agreements += 1
     announce(world, phase)
     mine = hashlib.sha256(f"{world.num_agreements}\n{phase}\n{fingerprint}".encode()).digest()
-    every = gather_bytes(world, mine, phase=phase, timeout_s=limit)
+    every = gather_bytes(world, mine, phase=phase, timeout_s=limit, meanwhile=meanwhile)
     if all(other == mine for other in every):
         return
     lines = [f"agreement {world.num_agreements}: {phase}", *describe()]
     raise RanksDisagree(_first_difference(exchange_lines(world, lines, phase=phase, timeout_s=limit), phase))
 
 
-def gather_bytes(world: World, message: bytes, *, phase: str, timeout_s: float) -> list[bytes]:
+def gather_bytes(
+    world: World, message: bytes, *, phase: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
+) -> list[bytes]:
     """Collective. Every rank's message (of equal length) on every rank. Raises `RankMissing`."""
     if world.size == 1:
         return [message]
@@ -309,6 +178,9 @@ def gather_bytes(world: World, message: bytes, *, phase: str, timeout_s: float) 
     out = [torch.empty_like(mine) for _ in range(world.size)]
     with _naming_who_is_missing(world, phase, timeout_s):
         work = dist.all_gather(out, mine, group=world.control, async_op=True)
+    if meanwhile is not None:
+        meanwhile()  # outside of the above: its errors are its own
+    with _naming_who_is_missing(world, phase, timeout_s):
         assert work is not None
         work.wait(datetime.timedelta(seconds=timeout_s))
     return [bytes(part.numpy().tobytes()) for part in out]
@@ -351,17 +223,44 @@ def _naming_who_is_missing(world: World, phase: str, timeout_s: float) -> Iterat
         ) from error
 
 
-def _who_is_missing(world: World, phase: str) -> str:
-    """Read the last announced phase of every other rank: those behind are whom we wait for."""
+def _who_is_missing(world: World, phase: str, peer: int | None = None) -> str:
+    """Name whom this rank waited for: `peer` if it is known; or else those whose last announced phase is another one; or
+    else those who do not notice, soon, that somebody is missing."""
     waits = f"rank {world.rank} waited in {phase!r} for"
     try:
+        if world.store is not None:
+            world.store.set(_GAVE_UP_KEY.format(phases=world.num_phases, rank=world.rank), phase)
         others = [_last_seen(world, rank) for rank in range(world.size) if rank != world.rank]
+        if peer is not None:
+            return f"{waits} {_last_seen(world, peer)[2]}"
+        behind = [text for count, where, text in others if (count, where) != (world.num_phases, world.phase)]
+        if behind:
+            return f"{waits} {', '.join(behind)}"
+        silent = _roll_call(world)
+        named = [_last_seen(world, rank)[2] for rank in silent]
     except RuntimeError as error:
         return f"{waits} ranks that it cannot name, since {_STORE_IS_GONE} ({error})"
-    behind = [text for count, where, text in others if (count, where) != (world.num_phases, world.phase)]
-    if behind:
-        return f"{waits} {', '.join(behind)}"
-    return f"{waits} a rank that came too, then left or hangs, one of: {', '.join(text for _, _, text in others)}"
+    if len(named) == 1 < len(others):
+        return f"{waits} {named[0]}, which came too, then left or hangs"
+    return (
+        f"{waits} a rank that came too, then left or hangs, one of: {', '.join(named or [text for *_, text in others])}"
+    )
+
+
+def _roll_call(world: World) -> list[int]:
+    """Other ranks that do not give up as this one just did. One other rank needs no call."""
+    keys = {
+        rank: _GAVE_UP_KEY.format(phases=world.num_phases, rank=rank)
+        for rank in range(world.size)
+        if rank != world.rank
+    }
+    if len(keys) == 1 or world.store is None:
+        return list(keys)
+    try:
+        world.store.wait(list(keys.values()), datetime.timedelta(seconds=_ROLL_CALL_S))
+    except RuntimeError:  # the wait ran out, which is the usual case: somebody is missing
+        return [rank for rank, key in keys.items() if not world.store.check([key])]
+    return []
 
 
 def _last_seen(world: World, rank: int) -> tuple[int, str, str]:
@@ -381,14 +280,19 @@ def data_phase(world: World, phase: str) -> Iterator[None]:
 
 
 @contextmanager
-def lost_ranks_named(world: World, phase: str = "") -> Iterator[None]:
-    """`data_phase` without the announcement; without `phase` the one announced last is named. Not collective."""
+def lost_ranks_named(world: World, phase: str = "", peer: int | None = None) -> Iterator[None]:
+    """`data_phase` without the announcement; without `phase` the one announced last is named. Not collective.
+
+    `peer`: the only rank that a message inside comes from or goes to.
+    """
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, LockstepError) or not _is_lost_peer(error):
             raise
-        raise RankMissing(f"{_who_is_missing(world, phase or world.phase)}: {str(error).splitlines()[0]}") from error
+        raise RankMissing(
+            f"{_who_is_missing(world, phase or world.phase, peer)}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
@@ -399,6 +303,7 @@ def _is_lost_peer(error: RuntimeError) -> bool:
             "Connection closed by peer",
             "Connection reset by peer",
             "Timed out waiting",
+            "caused pair closure",
             "gloo/transport",
             "Broken pipe",
             "NCCL",

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.export.exchange import Exchange, Pending, Traffic, make_exchange
 from lockstep.export.merge import RowsMerge, merge_elements
-from lockstep.export.schedule import Segment, Window, cut
+from lockstep.export.schedule import Segment, Window, aligned_bytes, cut
 from lockstep.export.what import ExportPlan
 from lockstep.sharding.base import Destination, ShardedModel
 
@@ -25,9 +25,16 @@ FACTORS = 16
 """LoRA factors that are gathered ahead have at most this fraction (or what one group needs); staging for them as much twice."""
 
 
-def part_limit(plan: ExportPlan, travels: Sequence[int], num_ranks: int) -> int:
-    """Most bytes that one rank sends in one window of these travels."""
-    return plan.bucket_bytes // (LONE if len(travels) == 1 else PACKED) // num_ranks
+def part_limit(plan: ExportPlan, travels: Sequence[int], num_ranks: int, *, is_padded: bool = False) -> int:
+    """Most bytes that one rank sends in one window of these travels.
+
+    What all ranks send together is bounded, not each one's share: of a LoRA factor with 16 rows on 1024 ranks, 16 ranks hold
+    everything. Where all parts are padded to the longest, it is the padded bytes that are bounded.
+    """
+    limit = max(plan.bucket_bytes // (LONE if len(travels) == 1 else PACKED), 1)
+    held = [aligned_bytes(travels, plan.extents, rank) for rank in range(num_ranks)]
+    part = -(-max(held) // -(-max(sum(held), 1) // limit))
+    return min(part, limit // num_ranks) if is_padded else part
 
 
 class Courier:
@@ -58,8 +65,12 @@ class Courier:
         """Collective. Travels (their places) that are whole, window by window; `take` gives them on a rank that receives."""
         before: Pending | None = None
         for index in range(len(self._plan.groups)):
+            if before is not None and self._is_too_much(index):
+                self._finish(self._main, before)
+                yield before.window.arrived
+                before = None
             self._gather_factors(index)
-            for window in self._windows(self._travels_of(index)):
+            for window in self._windows(self._main, self._travels_of(index)):
                 now = self._start(self._main, window)
                 if before is not None:
                     self._finish(self._main, before)
@@ -68,6 +79,17 @@ class Courier:
         if before is not None:
             self._finish(self._main, before)
             yield before.window.arrived
+
+    def drop(self, travels: Sequence[int]) -> None:
+        """Let go of travels that have arrived and that nobody takes."""
+        for travel in travels:
+            self._arriving.pop(travel, None)
+
+    def _is_too_much(self, group: int) -> bool:
+        """Would this group and the one before it, both on their way, be more than the bucket has room for?"""
+        extents = self._plan.extents
+        both = sum(extents[travel].nbytes for each in (group - 1, group) for travel in self._travels_of(each))
+        return both > self._plan.bucket_bytes // 2
 
     def take(self, travel: int) -> torch.Tensor:
         """A travel that has arrived, in its own shape and order of dimensions. Its memory is the taker's."""
@@ -82,8 +104,8 @@ class Courier:
     def _travels_of(self, group: int) -> list[int]:
         return [travel for place in self._plan.groups[group] for travel in self._plan.deliveries[place].travels]
 
-    def _windows(self, travels: Sequence[int]) -> list[Window]:
-        limit = part_limit(self._plan, travels, self._sharded.world.size)
+    def _windows(self, exchange: Exchange, travels: Sequence[int]) -> list[Window]:
+        limit = part_limit(self._plan, travels, self._sharded.world.size, is_padded=exchange.is_padded)
         return cut(travels, self._plan.extents, part_bytes=limit)
 
     def _start(self, exchange: Exchange, window: Window) -> Pending:
@@ -107,8 +129,9 @@ class Courier:
             if batch.before_group != group:
                 continue
             self._factors.clear()
-            for window in self._windows(batch.travels):
+            for window in self._windows(self._to_all, batch.travels):
                 self._finish(self._to_all, self._start(self._to_all, window))
+            self._to_all.rest()
             for travel in batch.travels:
                 described = self._plan.travels[travel]
                 self._factors[described.source] = self._arrival(travel).reshape(described.shape)

@@ -40,7 +40,8 @@ class Pending:
     """A window under way. What it needs stays alive until `wait` has returned."""
 
     window: Window
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[tuple[int | None, dist.Work]] = field(default_factory=list)
+    """(the rank at the other end of a message, what is under way)."""
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     """By rank: parts that were not received in place."""
     sent: torch.Tensor | None = None
@@ -50,6 +51,8 @@ class Exchange(Protocol):
     """Moves windows. Every rank starts the same windows in the same order, and waits for each."""
 
     traffic: Traffic
+    is_padded: bool
+    """Are all parts as long as the longest?"""
 
     def start(self, window: Window, *, write: Write, place: Place) -> Pending:
         """Collective. Fill this rank's part and send it; memory for what comes is taken here."""
@@ -57,6 +60,10 @@ class Exchange(Protocol):
 
     def finish(self, pending: Pending, *, place: Place, phase: str) -> None:
         """Collective. When this returns, every segment of the window is in place on a rank that receives."""
+        ...
+
+    def rest(self) -> None:
+        """Let go of staging: nothing is under way, and it will be a while until something is."""
         ...
 
 
@@ -70,6 +77,9 @@ class Staging:
 
     def next_window(self) -> None:
         self._turn ^= 1
+
+    def clear(self) -> None:
+        self._kept.clear()
 
     def take(self, purpose: str, nbytes: int) -> torch.Tensor:
         key = (purpose, self._turn)
@@ -111,6 +121,8 @@ def make_exchange(world: World, *, to: Destination, itemsize: Callable[[Segment]
 class Messages:
     """Point to point; for gloo."""
 
+    is_padded = False
+
     def __init__(self, world: World, *, to: Destination, itemsize: Callable[[Segment], int]):
         self.traffic = Traffic()
         self._world = world
@@ -134,11 +146,14 @@ class Messages:
 
     def finish(self, pending: Pending, *, place: Place, phase: str) -> None:
         timeout = datetime.timedelta(seconds=self._world.timeout_s)
-        with lost_ranks_named(self._world, phase):
-            for work in pending.works:
+        for peer, work in pending.works:
+            with lost_ranks_named(self._world, phase, peer):
                 work.wait(timeout)
         for rank, part in pending.received.items():
             unpack(part, pending.window.parts[rank], place)
+
+    def rest(self) -> None:
+        self._staging.clear()
 
     def _receives(self, rank: int) -> bool:
         return self._to == "all" or rank == 0
@@ -156,7 +171,7 @@ class Messages:
                 target, room = room[: sizes[rank]], room[sizes[rank] :]
                 pending.received[rank] = target
             work = dist.irecv(target, src=_global(self._world, rank), group=self._world.data)
-            pending.works.append(_started(work))
+            pending.works.append((rank, _started(work)))
             self.traffic.bytes_received += sizes[rank]
 
     def _send(self, pending: Pending, mine: Sequence[Segment], receivers: Sequence[int], write: Write) -> None:
@@ -165,7 +180,7 @@ class Messages:
         fill(pending.sent, mine, write, self._itemsize)
         for rank in receivers:
             work = dist.isend(pending.sent, dst=_global(self._world, rank), group=self._world.data)
-            pending.works.append(_started(work))
+            pending.works.append((rank, _started(work)))
             self.traffic.bytes_sent += size
 
     def _keep_own(self, pending: Pending, mine: Sequence[Segment], write: Write, place: Place) -> None:
@@ -177,6 +192,8 @@ class Messages:
 
 class Collective:
     """One all-gather, or one gather to a single rank, of parts padded to the longest; for NCCL."""
+
+    is_padded = True
 
     def __init__(self, world: World, *, to: Destination, itemsize: Callable[[Segment], int]):
         self.traffic = Traffic()
@@ -204,15 +221,18 @@ class Collective:
             parts = list(pending.received.values()) if receives else None
             work = dist.gather(pending.sent, parts, dst=_global(self._world, 0), group=self._world.data, async_op=True)
             self.traffic.bytes_sent += 0 if receives else window.nbytes
-        pending.works.append(_started(work))
+        pending.works.append((None, _started(work)))
         return pending
 
     def finish(self, pending: Pending, *, place: Place, phase: str) -> None:
         with lost_ranks_named(self._world, phase):
-            for work in pending.works:
+            for _, work in pending.works:
                 work.wait()
         for rank, part in pending.received.items():
             unpack(part, pending.window.parts[rank], place)
+
+    def rest(self) -> None:
+        self._staging.clear()
 
 
 def _global(world: World, rank: int) -> int:

@@ -7,14 +7,14 @@ The live model is only read. At most `bucket_bytes` plus the largest tensor are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
 
 from lockstep.dist import agree, exchange_lines, gather_bytes
 from lockstep.errors import IncompleteExport, RankMissing
-from lockstep.export.courier import Courier
+from lockstep.export.courier import PACKED, Courier
 from lockstep.export.exchange import Traffic
 from lockstep.export.hub import to_hub
 from lockstep.export.merge import merge_elements, merge_scratch
@@ -36,9 +36,9 @@ class WeightStream:
         self._sharded = sharded
         self._to: Destination = to
         self._courier = Courier(sharded, plan, to)
+        self._arrivals = self._courier.arrivals()
         self._buckets = self._gather_all()
         self._is_open = False
-        self._is_left = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -67,8 +67,7 @@ class WeightStream:
         return self
 
     def __iter__(self) -> Iterator[Bucket]:
-        if not self._is_open:
-            raise RuntimeError("a weight stream is iterated inside its `with` block")
+        self._check_open()
         return self._buckets
 
     def __exit__(
@@ -79,12 +78,17 @@ class WeightStream:
         The latter cannot take part any more: it leaves at once, and the others are told when its connection closes.
         """
         self._is_open = False
-        self._is_left = True
         if isinstance(error, RankMissing) or self._courier.is_torn:
             return
-        for _ in self._buckets:
-            continue
+        for arrived in self._arrivals:
+            self._courier.drop(arrived)
         self._compare_endings("" if error is None else f"{type(error).__name__}: {error}")
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RuntimeError(
+                "a weight stream gives its buckets inside its `with` block only, and what it had not given is gone"
+            )
 
     def _compare_endings(self, mine: str) -> None:
         world = self._sharded.world
@@ -99,22 +103,38 @@ class WeightStream:
     def _gather_all(self) -> Iterator[Bucket]:
         waiting = {travel: index for index, each in enumerate(self.plan.deliveries) for travel in each.travels}
         missing = [len(each.travels) for each in self.plan.deliveries]
-        with torch.no_grad():
-            for arrived in self._courier.arrivals():
-                if not self._courier.receives:
-                    continue
-                for travel in arrived:
-                    missing[waiting[travel]] -= 1
-                whole = dict.fromkeys(waiting[travel] for travel in arrived if not missing[waiting[travel]])
-                finished = [item for index in whole for item in self._finish(self.plan.deliveries[index])]
-                if finished:
-                    yield Bucket(tuple(finished))
+        for arrived in self._arrivals:
+            if not self._courier.receives:
+                continue
+            for travel in arrived:
+                missing[waiting[travel]] -= 1
+            whole = dict.fromkeys(waiting[travel] for travel in arrived if not missing[waiting[travel]])
+            yield from self._buckets_of([self.plan.deliveries[index] for index in whole])
 
+    def _buckets_of(self, deliveries: Sequence[Delivery]) -> Iterator[Bucket]:
+        """Of what came whole with one window: one bucket, or several where a whole FSDP1 unit ends.
+
+        Nothing that was yielded is held here, so that it is gone once the consumer lets go of it.
+        """
+        limit = self.plan.bucket_bytes // PACKED
+        made: list[tuple[str, torch.Tensor]] = []
+        held = 0
+        for delivery in deliveries:
+            nbytes = sum(spec.nbytes for spec in delivery.outputs)
+            if made and held + nbytes > limit:
+                yield _emptied(made)
+                self._check_open()
+                held = 0
+            made += self._finish(delivery)
+            held += nbytes
+        if made:
+            yield _emptied(made)
+            self._check_open()
+
+    @torch.no_grad()
     def _finish(self, delivery: Delivery) -> list[tuple[str, torch.Tensor]]:
-        """Checkpoint tensors of a delivery that has arrived; nothing once the consumer has left."""
+        """Checkpoint tensors of a delivery that has arrived."""
         values = {self.plan.travels[travel].source: self._courier.take(travel) for travel in delivery.travels}
-        if self._is_left:
-            return []
         if not delivery.hub:
             return self._checked(delivery, [(delivery.outputs[0].name, value) for value in values.values()])
         skeleton = self._sharded.skeleton
@@ -139,6 +159,12 @@ class WeightStream:
                 raise IncompleteExport(f"planned {spec}, made {name!r} {value.dtype} {list(value.shape)}")
             out.append((name, value))
         return out
+
+
+def _emptied(made: list[tuple[str, torch.Tensor]]) -> Bucket:
+    bucket = Bucket(tuple(made))
+    made.clear()
+    return bucket
 
 
 def export_weights(
