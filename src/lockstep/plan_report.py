@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from lockstep.config import LoraSection, load_config
 from lockstep.errors import ModelError
-from lockstep.export_cost import ExportCost, export_costs, merged_by_rows
+from lockstep.export.cost import ExportCost, export_costs
 from lockstep.model.dtype import (
     DtypeFinding,
     DtypePlan,
@@ -110,12 +110,12 @@ def make_report(request: PlanRequest) -> PlanReport:
         plan = plan_sharding(model, policy)
     plan = split_units(plan, decisions.units)
     costs = export_costs(
+        model,
         plan,
         world_size=request.world_size,
         backend=request.backend,
         bucket_bytes=request.bucket_bytes,
         wire_dtype=DTYPES[request.wire_dtype] if request.wire_dtype else None,
-        by_rows=merged_by_rows(model),
     )
     return PlanReport(request, model_class, plan, findings, decisions, stripped, tuple(missing), costs)
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from lockstep.export_cost import ExportCost
+from lockstep.export.cost import ExportCost
 from lockstep.model.dtype import DtypeFinding
 from lockstep.plan_report import PlanReport
 from lockstep.sharding.plan import ShardUnit
@@ -94,15 +94,17 @@ def _exports(report: PlanReport) -> list[str]:
     dtype = request.wire_dtype or "each tensor's own dtype"
     lines = [
         f"exports, in buckets of {size_text(request.bucket_bytes)}, {dtype}:",
-        f"{'kind':9}{'to':8}{'size':>14}{'most received':>18}{'received by all':>18}{'collectives':>13}{'extra memory':>16}",
+        f"{'kind':9}{'to':8}{'size':>14}{'most received':>18}{'received by all':>18}{'exchanges':>13}{'extra memory':>16}",
     ]
     return lines + [_export_line(cost) for cost in report.exports]
 
 
 def _export_line(cost: ExportCost) -> str:
+    if cost.refused:
+        return "\n".join(_wrap(f"{cost.kind:9}{cost.to:8}refused: {cost.refused}"))
     return (
         f"{cost.kind:9}{cost.to:8}{size_text(cost.nbytes):>14}{size_text(cost.received_max):>18}"
-        f"{size_text(cost.received_total):>18}{cost.num_collectives:>13}{size_text(cost.extra_bytes):>16}"
+        f"{size_text(cost.received_total):>18}{cost.num_exchanges:>13}{size_text(cost.extra_bytes):>16}"
     )
 
 

@@ -80,6 +80,20 @@ def cut(travels: Sequence[int], extents: Sequence[Extent], *, part_bytes: int) -
     ]
 
 
+def aligned_bytes(travels: Sequence[int], extents: Sequence[Extent], rank: int) -> int:
+    """Length of a rank's part if all of these travels went in one window."""
+    return sum(_aligned(extents[each].nbytes_on(rank)) for each in travels)
+
+
+def num_windows(travels: Sequence[int], extents: Sequence[Extent], *, part_bytes: int) -> int:
+    """How many windows `cut` makes, as far as the rank that holds most decides it; without making them."""
+    held = [aligned_bytes(travels, extents, rank) for rank in range(len(extents[0].ranges))]
+    limit = max(part_bytes, _ALIGN)
+    if max(held) <= limit:
+        return 1
+    return sum(1 for _ in _stream(travels, extents, held.index(max(held)), limit))
+
+
 def _window(parts: tuple[tuple[Segment, ...], ...], extents: Sequence[Extent], arrived: list[int]) -> Window:
     ends = [
         segment.offset + (segment.stop - segment.start) * extents[segment.travel].itemsize
