@@ -34,6 +34,7 @@ from lockstep.export.peft_tree import (
     tensors_of,
     walk_plain,
 )
+from lockstep.model.fake_quant import why_not_lora
 from lockstep.model.lora import scaling_of
 from lockstep.sharding.skeleton import skeleton as plain_copy
 from lockstep.types import TensorSpec
@@ -66,6 +67,7 @@ def plan_merges(model: nn.Module, adapter: str, *, dequantize: bool = False) -> 
     """
     check_adapter(model, adapter)
     check_unmerged(model)
+    refuse_fake_quantised(model)
     others = frozenset(adapters_of(model)) - {adapter}
     rows: dict[str, RowsMerge] = {}
     scratch: dict[str, ScratchMerge] = {}
@@ -84,8 +86,6 @@ def plan_merges(model: nn.Module, adapter: str, *, dequantize: bool = False) -> 
                 rows.setdefault(merge.base, merge)
             else:
                 scratch.setdefault(wrapper.live, _scratch_merge(module, wrapper, adapter, reason=merge, others=others))
-    if rows or scratch:
-        _refuse_qat(model)
     _check_once(rows, scratch)
     _try(model, scratch)
     return Merges(rows, tuple(scratch.values()))
@@ -254,28 +254,11 @@ def _quantised(layer: nn.Module, base: nn.Module) -> str:
     return f"its base is quantised ({type(base).__name__} has {packed[0]})" if packed else ""
 
 
-def _refuse_qat(model: nn.Module) -> None:
-    names = fake_quantizers(model)
-    if names:
-        raise IncompleteExport(
-            f"{names[0]} fake-quantises weights (quantisation-aware training; {len(names)} such modules): its forward rounds the base and "
-            "the adapter apart, so no merged weight is what was trained. Export the adapter, or train without QAT"
-        )
-
-
-def fake_quantizers(model: nn.Module) -> list[str]:
-    """Clean names of the modules that round in the forward pass to imitate a quantised weight (torch.ao, torchao)."""
-    found = []
-    for name, module in model.named_modules():
-        kinds = [cls.__name__ for cls in type(module).__mro__]
-        children = [child for child in module._modules if "fake_quant" in child]
-        if (
-            children
-            or any(kind.startswith("FakeQuantize") for kind in kinds)
-            or hasattr(type(module), "weight_fake_quant")
-        ):
-            found.append(name)
-    return found
+def refuse_fake_quantised(model: nn.Module) -> None:
+    """Raises `IncompleteExport` when the model trains an adapter with QAT."""
+    why = why_not_lora(model)
+    if why:
+        raise IncompleteExport(why)
 
 
 def _check_once(rows: Mapping[str, RowsMerge], scratch: Mapping[str, ScratchMerge]) -> None:

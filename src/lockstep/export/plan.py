@@ -16,7 +16,7 @@ from lockstep.errors import IncompleteExport
 from lockstep.export.courier import FACTORS, PACKED
 from lockstep.export.hub import HubTensor, adapter_names, hub_plan
 from lockstep.export.merge import MIN_ROWS, RowsMerge
-from lockstep.export.merge_plan import Merges, plan_merges
+from lockstep.export.merge_plan import Merges, plan_merges, refuse_fake_quantised
 from lockstep.export.peft_state import PeftState
 from lockstep.export.schedule import Extent, group
 from lockstep.export.what import (
@@ -91,6 +91,7 @@ class _Planner:
 
     def plan(self, what: Export, state: PeftState) -> ExportPlan:
         skeleton = self._sharded.skeleton
+        refuse_fake_quantised(skeleton)
         match what:
             case AdapterExport(adapter, base_embeddings):
                 name = state.adapter(adapter)

@@ -19,6 +19,7 @@ from lockstep.config import DistConfig
 from lockstep.dist import World, current_world, start
 from lockstep.errors import ModelError
 from lockstep.model.dtype import Rule, apply_dtypes, keep_in_fp32, plan_dtypes
+from lockstep.model.fake_quant import why_not_lora
 from lockstep.names import clean_name, is_adapter_name
 from lockstep.sharding.attach import agree_or_raise, peft_lines
 from lockstep.sharding.base import ShardedModel
@@ -151,6 +152,9 @@ def _world(model: nn.Module, mesh: DeviceMesh | None, timeout_s: float) -> World
 def _refuse(model: nn.Module, plan: ShardingPlan, wrapping: Wrapping) -> None:
     """Raises `ModelError` for what this backend cannot wrap, before any rank talks to another."""
     wrapping.precision.check(wrapping.backend)
+    why = why_not_lora(model)
+    if why:
+        raise ModelError(why)
     inside = [name for name, each in model.named_modules() if is_wrapped_by_fsdp1(each) or is_wrapped_by_fsdp2(each)]
     if inside:
         raise ModelError(f"{inside[0] or 'the model'} is sharded already; use attach")
