@@ -10,11 +10,11 @@ SRC = Path(__file__).parent.parent / "src" / "lockstep"
 # The longest matching prefix decides. docs/architecture.md explains each.
 LAYERS = {
     "errors": 0, "types": 0, "names": 0, "known_warnings": 0,
-    "config": 1, "sections": 1, "yaml_text": 1, "dist": 1, "sampling": 1, "files": 1, "signals": 1,
+    "config": 1, "sections": 1, "yaml_text": 1, "dist": 1, "sampling": 1, "files": 1, "signals": 1, "rendezvous": 1, "worlds": 1,
     "model": 2, "data": 2, "transport": 2, "observe.metrics": 2, "observe.timing": 2, "observe.samples": 2, "rundir": 2,
     "sharding": 3, "rollout": 3,
     "train": 4, "export": 4,
-    "verify": 5, "observe": 5, "checkpoint": 5, "assemble": 5, "evaluate": 5, "export_cost": 5, "plan_report": 5, "plan_text": 5,
+    "verify": 5, "observe": 5, "checkpoint": 5, "checkpoint_parts": 5, "assemble": 5, "evaluate": 5, "plan_report": 5, "plan_text": 5,
     "loop": 6,
     "failures": 7, "supervise": 7, "launch": 7, "cli": 7, "cli_plan": 7, "__main__": 7,
     "testing": 9,
@@ -33,7 +33,7 @@ HOMES = {
         "sharding.fsdp2", "rollout.hf_weights",
     ),
     "torch.distributed.fsdp": ("sharding.fsdp1", "sharding.fsdp2", "sharding.skeleton", "sharding.attach"),
-    "torch.distributed.checkpoint": ("checkpoint",),
+    "torch.distributed.checkpoint": ("checkpoint", "checkpoint_parts"),
     "math_verify": ("data.reward_functions", "data.extras"),
     "reasoning_gym": ("data.tasks", "data.reward_functions", "data.extras"),
 }  # fmt: skip

@@ -27,11 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from helpers_sharded import check_holds, whole_of
-from lockstep.dist import World, current_world
+from lockstep.dist import World
 from lockstep.errors import ModelError, RankMissing, RanksDisagree
 from lockstep.sharding.attach import attach
 from lockstep.sharding.base import ShardedModel
 from lockstep.testing import run_ranks, tiny_llama
+from lockstep.worlds import current_world
 
 CPU = torch.device("cpu")
 IDS = torch.arange(1, 9)[None]

@@ -52,13 +52,19 @@ def plan_export(
 ) -> ExportPlan:
     """Not collective. `dtype` is what floats arrive in; None keeps each tensor's own.
 
-    Raises `IncompleteExport`, naming the tensor or layer, for what cannot be exported, and when the model's parameters are no
-    longer those that were sharded or attached.
+    Raises `IncompleteExport`, naming the tensor or layer, for what cannot be exported, for a model that `fill` has not given
+    all its values, and when the model's parameters are no longer those that were sharded or attached.
     """
     if not sharded.is_current():
         raise IncompleteExport(
             "the model's parameters are not those that were sharded or attached (an adapter was added, or a parameter "
             "replaced); call lockstep.attach(model) again, on every rank"
+        )
+    empty = sharded.unfilled()
+    if empty:
+        raise IncompleteExport(
+            f"{len(empty)} tensors have no values yet, first {empty[0]!r}: call lockstep.fill, or attach again after giving them "
+            "values otherwise"
         )
     kept = _KEPT.get(sharded)
     if kept is None:

@@ -18,13 +18,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.dist import World, agree, current_world
+from lockstep.dist import World, agree
 from lockstep.errors import ModelError, RanksDisagree
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fsdp1 import FSDP1Model
 from lockstep.sharding.fsdp2 import FSDP2Model
 from lockstep.sharding.live import LiveModel
 from lockstep.sharding.skeleton import unwrap
+from lockstep.worlds import current_world
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def attach(model: nn.Module, *, timeout_s: float = 60.0) -> ShardedModel:
     Units are the wrapped modules. Call it again when the model's structure changes (another adapter, other wrappers:
     `is_current()` says so). Raises `ModelError` naming what is not supported (tensor parallelism, two kinds of FSDP in one
     model), `RanksDisagree` on every rank, naming the first difference, when the ranks' models do not fit together, and
-    `RankMissing` naming a rank that does not come within `timeout_s`.
+    `RankMissing` naming a rank that does not come within `timeout_s` (later waits have the limits of `ShardedModel.world`).
     """
     found = _look(model)
     world = current_world(ranks=found.ranks, group=found.group, device=found.device, timeout_s=timeout_s)
@@ -59,15 +60,17 @@ def attach(model: nn.Module, *, timeout_s: float = 60.0) -> ShardedModel:
         lines = [f"the model is {found.kind}", *made.plan.lines(), *made.layout_lines(), *peft_lines(made.skeleton)]
     except ModelError as error:
         failure, lines = error, [f"refused here: {error}"]
-    agree_or_raise(world, lines, failure, phase="attach")
+    agree_or_raise(world, lines, failure, phase="attach", timeout_s=timeout_s)
     assert made is not None
     return cast(ShardedModel, made)
 
 
-def agree_or_raise(world: World, lines: Sequence[str], failure: Exception | None, *, phase: str) -> None:
+def agree_or_raise(
+    world: World, lines: Sequence[str], failure: Exception | None, *, phase: str, timeout_s: float
+) -> None:
     """Collective. Agree on the lines; a rank that failed raises its own error, and the others one that quotes it."""
     try:
-        agree(world, phase=phase, fingerprint="\n".join(lines), describe=lambda: lines)
+        agree(world, phase=phase, fingerprint="\n".join(lines), describe=lambda: lines, timeout_s=timeout_s)
     except RanksDisagree:
         if failure is None:
             raise

@@ -71,12 +71,19 @@ class ShardedModel(Protocol):
     def write_local(self, name: str, values: torch.Tensor) -> None:
         """Overwrite this rank's elements (`values`: 1-D, as many as its range). For loading only; the plan stays valid.
 
-        A parameter that is still on meta gets its memory here.
+        A parameter that is still on meta gets its memory here; it counts as filled afterwards.
         """
         ...
 
     def copy_to_replicas(self) -> None:
         """Collective, after `write_local`: what several ranks hold alike gets the first one's values on the others too."""
+        ...
+
+    def unfilled(self) -> list[str]:
+        """Names, in plan order, of parameters that were on meta and got no values yet, then of buffers that are on meta.
+
+        Their memory, where they have any (FSDP1 gives it while wrapping), holds whatever lay there. Cheap.
+        """
         ...
 
     def shard_dim(self, name: str) -> int:

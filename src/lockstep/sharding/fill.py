@@ -11,7 +11,6 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -22,7 +21,6 @@ from lockstep.model.load import ModelFiles, build_empty, find_model, find_weight
 from lockstep.model.peft_names import base_model, base_names, saved_copies
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.buffers import LiveTensors, send_buffers
-from lockstep.sharding.live import LiveModel
 from lockstep.sharding.plan import PlannedTensor
 
 log = logging.getLogger(__name__)
@@ -33,14 +31,14 @@ def fill(
 ) -> None:
     """Collective. Give the base model its checkpoint's values, on every rank, before or after an adapter was put in.
 
-    `source`: a folder with safetensors files, or what `find_model` found there. Every base parameter is read, whether it is
-    on meta or not; of `modules_to_save`, the kept original always and the trained copy if it is on meta. Adapters that are
-    real are left alone. Values are cast to the model's dtypes, tensor by tensor. Persistent buffers come from the files;
+    `source`: a folder with safetensors files, or what `find_model` found there. Every base parameter is read, whether it has
+    values or not; of `modules_to_save`, the kept original always and the trained copy if it was on meta. Adapters that have
+    values are left alone. Values are cast to the model's dtypes, tensor by tensor. Persistent buffers come from the files;
     all others are rank 0's (made by the model's constructor if rank 0's are on meta too), so that all ranks have the same.
 
     A stored tensor that nothing in the model is made of is a warning with its name, and a `ModelError` with `strict` (a model
     that was stripped of a part leaves that part's tensors unused). Raises `ModelError` on every rank when a tensor is
-    missing, misshapen or of a dtype that cannot be cast, and for an adapter on meta; `RanksDisagree` when ranks have other plans.
+    missing, misshapen or of a dtype that cannot be cast, and for an adapter without values; `RanksDisagree` when ranks have other plans.
     `attention` is used only where the model must be built (missing buffers) or loaded whole.
     """
     world = sharded.world
@@ -57,7 +55,7 @@ def fill(
         with all_or_none(world, "reading the checkpoint"):
             _read(sharded, reading)
             fixed = _buffers_of_rank0(sharded, reading, attention) if world.is_main else {}
-        cast(LiveModel, sharded).copy_to_replicas()
+        sharded.copy_to_replicas()
         send_buffers(sharded, [tensor.name for tensor in reading.fixed], fixed)
     with all_or_none(world, "checking that every tensor has a value"):
         _check_nothing_left(sharded)
@@ -112,13 +110,14 @@ def _parameters_to_read(
 ) -> list[tuple[PlannedTensor, list[str]]]:
     """(parameter, plain names that it may be stored under). Raises `ModelError` for adapters without values."""
     out: list[tuple[PlannedTensor, list[str]]] = []
+    unfilled = set(sharded.unfilled())
     empty: list[str] = []
     for tensor in sharded.plan.parameters:
         names = (tensor.name, *tensor.aliases)
         own = [base[name] for name in names if name in base]
         if own:
             out.append((tensor, own))
-        elif sharded.local_flat(tensor.name).is_meta:
+        elif tensor.name in unfilled:
             copied = [copies[name] for name in names if name in copies]
             if copied:
                 out.append((tensor, copied))
@@ -126,7 +125,7 @@ def _parameters_to_read(
                 empty.append(tensor.name)
     if empty:
         raise ModelError(
-            f"{len(empty)} adapter tensors are on meta and in no base checkpoint, the first {empty[0]!r}: initialise the adapter "
+            f"{len(empty)} adapter tensors have no values and are in no base checkpoint, first {empty[0]!r}: initialise the adapter "
             "on real memory, with one seed on every rank, before sharding (inject_lora does), or on rank 0 and shard from there"
         )
     return out
@@ -198,7 +197,6 @@ def _constructed(files: ModelFiles, dtype: torch.dtype, attention: str) -> dict[
 
 
 def _check_nothing_left(sharded: ShardedModel) -> None:
-    left = [tensor.name for tensor in sharded.plan.parameters if sharded.local_flat(tensor.name).is_meta]
-    left += [tensor.name for tensor in sharded.plan.buffers if sharded.buffer(tensor.name).is_meta]
+    left = sharded.unfilled()
     if left:
         raise ModelError(f"{len(left)} tensors got no value from the checkpoint, the first {left[0]!r}")

@@ -15,7 +15,8 @@ first forward on), `_sharded_size`, `_shapes`, `_contiguities`, `_fqns`, `_param
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
@@ -34,6 +35,11 @@ from lockstep.sharding.live import Holding, LiveModel, LiveSlot, outermost, para
 from lockstep.sharding.plan import ShardingPlan, ShardUnit
 from lockstep.sharding.precision import Precision
 from lockstep.sharding.skeleton import Slot, skeleton, walk
+
+DRIFTING = (
+    "torch turns FSDP1's HYBRID_SHARD over one rank into NO_SHARD and then divides gradients by the number of replicas without "
+    "adding them up (seen in torch 2.13), so replicas would drift apart: shard over more ranks, or use NO_SHARD, DDP or FSDP2"
+)
 
 
 @dataclass(slots=True)
@@ -91,8 +97,13 @@ class FSDP1Model(LiveModel):
 
     evens_out: Literal["tensor", "unit"] = "unit"
 
-    def __init__(self, module: nn.Module, world: World, *, plan: ShardingPlan | None = None):
-        """Not collective. Without `plan`, the units are the wrapped modules. Raises `ModelError` naming what is not supported."""
+    def __init__(
+        self, module: nn.Module, world: World, *, plan: ShardingPlan | None = None, empty: Collection[str] = ()
+    ):
+        """Not collective. Without `plan`, the units are the wrapped modules. Raises `ModelError` naming what is not supported.
+
+        `empty`: names of parameters that have memory and no values, which nothing here could see.
+        """
         self._wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         held: dict[Slot, FlatShard] = {}
         whole: dict[Slot, nn.Parameter] = {}
@@ -113,7 +124,7 @@ class FSDP1Model(LiveModel):
             path, _, attr = tensor.name.rpartition(".")
             flat = held.get((id(lives[path]), attr))
             holdings[tensor.name] = plain[tensor.name] if flat is None else flat
-        super().__init__(module, copy, plan, world, holdings)
+        super().__init__(module, copy, plan, world, holdings, empty=empty)
 
     def set_gradient_sync(self, on: bool) -> None:
         for wrapper in self._wrappers:  # what `no_sync()` does, which is a context manager
@@ -134,7 +145,8 @@ def wrap_fsdp1(
 ) -> FSDP1Model:
     """Collective. Wrap these units, in this order, the root last; the wrapped root is the result's `module`.
 
-    A unit's parameters on meta get (uninitialised) memory just before it is wrapped, so that no more than one unit is whole.
+    A unit's parameters on meta get (uninitialised) memory just before it is wrapped, so that no more than one unit is whole;
+    the result knows them as unfilled. Buffers on meta stay there.
     """
     places = outermost(module)
     slots = dict(parameter_slots(module))
@@ -148,22 +160,24 @@ def wrap_fsdp1(
         "mixed_precision": _mixed_precision(precision),
         "cpu_offload": CPUOffload(offload_params=True) if cpu_offload else None,
         "use_orig_params": use_orig_params,
-        "device_id": None if cpu_offload and world.device.type == "cpu" else world.device,
+        "device_id": world.device,
     }
     left = [cast(nn.Parameter, owner._parameters[attr]) for owner, attr in (slots[name] for name in ignored)]
-    for unit in units:
-        _give_memory(unit, slots, world.device)
-        parent, key = places[unit.module][0] if unit.module else (module, "")
-        target = cast(nn.Module, parent._modules[key]) if unit.module else module
-        with warnings.catch_warnings():
-            # One rank has nothing to shard; torch says so for every unit.
-            warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-            wrapped = FullyShardedDataParallel(target, ignored_states=left or None, **options)
-        if not unit.module:
-            return FSDP1Model(wrapped, world)
-        for parent, key in places[unit.module]:
-            parent._modules[key] = wrapped
-    raise AssertionError("the last unit is the root")
+    assert not units[-1].module, "the root comes last"
+    empty: list[str] = []
+    wrapped = module
+    with _meta_buffers_aside(module):
+        for unit in units:
+            empty += _give_memory(unit, slots, world.device)
+            parent, key = places[unit.module][0] if unit.module else (module, "")
+            target = cast(nn.Module, parent._modules[key]) if unit.module else module
+            with warnings.catch_warnings():
+                # One rank has nothing to shard; torch says so for every unit.
+                warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+                wrapped = FullyShardedDataParallel(target, ignored_states=left or None, **options)
+            for parent, key in places.get(unit.module, ()):
+                parent._modules[key] = wrapped
+    return FSDP1Model(wrapped, world, empty=empty)
 
 
 def is_wrapped_by_fsdp1(module: nn.Module) -> bool:
@@ -177,7 +191,27 @@ def _mixed_precision(precision: Precision) -> MixedPrecision | None:
     return MixedPrecision(*dtypes, cast_root_forward_inputs=precision.cast_forward_inputs)
 
 
-def _give_memory(unit: ShardUnit, slots: Mapping[str, LiveSlot], device: torch.device) -> None:
+@contextmanager
+def _meta_buffers_aside(module: nn.Module) -> Iterator[None]:
+    """FSDP1 would give them memory without values; `fill` finds them on meta afterwards, as it should."""
+    aside = [
+        (live, name, buffer)
+        for live in module.modules()
+        for name, buffer in live._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
+    for live, name, _ in aside:
+        live._buffers[name] = None
+    try:
+        yield
+    finally:
+        for live, name, buffer in aside:
+            live._buffers[name] = buffer
+
+
+def _give_memory(unit: ShardUnit, slots: Mapping[str, LiveSlot], device: torch.device) -> list[str]:
+    """Names of those that were on meta."""
+    given: list[str] = []
     for tensor in unit.parameters:
         owner, attr = slots[tensor.name]
         old = cast(nn.Parameter, owner._parameters[attr])
@@ -186,6 +220,8 @@ def _give_memory(unit: ShardUnit, slots: Mapping[str, LiveSlot], device: torch.d
             for name in (tensor.name, *tensor.aliases):
                 owner, attr = slots[name]
                 owner._parameters[attr] = made
+            given.append(tensor.name)
+    return given
 
 
 def local_part(flat: Any) -> torch.Tensor:
@@ -252,6 +288,8 @@ def _holders(wrapper: FullyShardedDataParallel, world: World) -> list[int]:
     """This world's ranks that hold the first replica, in the order of their parts; one rank: every rank holds everything."""
     handle = cast(Any, wrapper)._handle
     if not handle.uses_sharded_strategy:
+        if hasattr(wrapper, "_inter_node_pg") and cast(Any, wrapper)._inter_node_pg.size() > 1:
+            raise ModelError(DRIFTING)
         return [0]
     group = dist.get_process_group_ranks(handle.process_group)
     if world.ranks is not None and not set(group) <= set(world.ranks):

@@ -7,7 +7,7 @@ how to read and overwrite them. The backends differ in their holdings and in how
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -76,14 +76,29 @@ class LiveModel:
     """The part of `ShardedModel` that does not depend on the backend."""
 
     def __init__(
-        self, module: nn.Module, skeleton: nn.Module, plan: ShardingPlan, world: World, holdings: Mapping[str, Holding]
+        self,
+        module: nn.Module,
+        skeleton: nn.Module,
+        plan: ShardingPlan,
+        world: World,
+        holdings: Mapping[str, Holding],
+        *,
+        empty: Collection[str] = (),
     ):
-        """`holdings`: one for every parameter of the plan, by its first name."""
+        """`holdings`: one for every parameter of the plan, by its first name.
+
+        `empty`: names of parameters whose memory has no values in it yet; those on meta are found here.
+        """
         self.module = module
         self.skeleton = skeleton
         self.plan = plan
         self.world = world
         self._holdings = dict(holdings)
+        self._unfilled = {
+            tensor.name
+            for tensor in plan.parameters
+            if not {tensor.name, *tensor.aliases}.isdisjoint(empty) or holdings[tensor.name].read().is_meta
+        }
         self._buffers = {
             f"{name}.{attr}" if name else attr: (live, attr) for name, live in walk(module) for attr in live._buffers
         }
@@ -157,6 +172,13 @@ class LiveModel:
             held.give_memory()
             if held.is_owner:
                 held.write(values)
+        self._unfilled.discard(name)
+
+    def unfilled(self) -> list[str]:
+        left = (
+            [tensor.name for tensor in self.plan.parameters if tensor.name in self._unfilled] if self._unfilled else []
+        )
+        return left + [tensor.name for tensor in self.plan.buffers if self.buffer(tensor.name).is_meta]
 
     def copy_to_replicas(self) -> None:
         """Collective; for loading. Give what several ranks hold alike (replicas, unsharded parameters) the first one's values.

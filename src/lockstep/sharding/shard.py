@@ -5,8 +5,7 @@ Decided first, as data (`Layout`), and refused by name where it cannot be; agree
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -16,19 +15,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import DistConfig
-from lockstep.dist import World, current_world, start
+from lockstep.dist import World, start
 from lockstep.errors import ModelError
 from lockstep.model.dtype import Rule, apply_dtypes, keep_in_fp32, plan_dtypes
 from lockstep.model.fake_quant import why_not_lora
 from lockstep.names import clean_name, is_adapter_name
 from lockstep.sharding.attach import agree_or_raise, peft_lines
 from lockstep.sharding.base import ShardedModel
-from lockstep.sharding.fsdp1 import is_wrapped_by_fsdp1, wrap_fsdp1
+from lockstep.sharding.fsdp1 import DRIFTING, is_wrapped_by_fsdp1, wrap_fsdp1
 from lockstep.sharding.fsdp2 import is_wrapped_by_fsdp2, wrap_fsdp2
 from lockstep.sharding.live import LiveModel, nearest_unit, parameter_slots
 from lockstep.sharding.plan import ShardingPlan, plan_sharding, split_units
 from lockstep.sharding.precision import Precision
 from lockstep.sharding.values import send_from_rank0, take_values
+from lockstep.worlds import current_world
 
 Backend = Literal["fsdp1", "fsdp2"]
 
@@ -79,23 +79,24 @@ def shard(
     ignored: tuple[str, ...] = ()
     lines = [f"{wrapping} on {'all ranks' if mesh is None else mesh.mesh.tolist()}", *plan.lines(), *peft_lines(model)]
     try:
-        _refuse(model, plan, wrapping)
+        _refuse(model, plan, wrapping, world.device)
+        _refuse_mesh(wrapping, mesh)
         dtypes = plan_dtypes(plan, backend=backend, rule=mixed_dtypes, keep=keep_in_fp32(model))
+        _refuse_uncalled(model, dtypes.units)
         plan, ignored = split_units(plan, dtypes.units), dtypes.ignored
         if backend == "fsdp1" and not use_orig_params:
             plan = split_trainable(model, plan)
         lines += [f"dtypes {dtypes}", *plan.lines()]
     except ModelError as error:
         failure, lines, dtypes = error, [f"refused here: {error}"], None
-    agree_or_raise(world, lines, failure, phase="shard")
+    agree_or_raise(world, lines, failure, phase="shard", timeout_s=timeout_s)
     assert dtypes is not None
     apply_dtypes(model, dtypes)
     values = take_values(model, plan, world)
-    _refuse_empty_adapters(model, wrapping, set(values.parameters))
-    sharded = _wrap(model, plan, wrapping, world, mesh=mesh, ignored=ignored)
-    send_from_rank0(cast(ShardedModel, sharded), values)
+    sharded = cast(ShardedModel, _wrap(model, plan, wrapping, world, mesh=mesh, ignored=ignored))
+    send_from_rank0(sharded, values)
     sharded.copy_to_replicas()
-    return cast(ShardedModel, sharded)
+    return sharded
 
 
 def _wrap(
@@ -119,18 +120,17 @@ def _wrap(
             reshard_after_forward=wrapping.reshard_after_forward,
             cpu_offload=wrapping.cpu_offload,
         )
-    with meta_buffers_aside(model):
-        return wrap_fsdp1(
-            model,
-            units,
-            world,
-            mesh=mesh,
-            precision=wrapping.precision,
-            reshard_after_forward=wrapping.reshard_after_forward,
-            use_orig_params=wrapping.use_orig_params,
-            cpu_offload=wrapping.cpu_offload,
-            ignored=ignored,
-        )
+    return wrap_fsdp1(
+        model,
+        units,
+        world,
+        mesh=mesh,
+        precision=wrapping.precision,
+        reshard_after_forward=wrapping.reshard_after_forward,
+        use_orig_params=wrapping.use_orig_params,
+        cpu_offload=wrapping.cpu_offload,
+        ignored=ignored,
+    )
 
 
 def _world(model: nn.Module, mesh: DeviceMesh | None, timeout_s: float) -> World:
@@ -149,15 +149,31 @@ def _world(model: nn.Module, mesh: DeviceMesh | None, timeout_s: float) -> World
     )
 
 
-def _refuse(model: nn.Module, plan: ShardingPlan, wrapping: Wrapping) -> None:
+def _refuse_mesh(wrapping: Wrapping, mesh: DeviceMesh | None) -> None:
+    if wrapping.backend == "fsdp1" and mesh is not None and mesh.ndim == 2 and mesh.mesh.shape[1] == 1 < mesh.size():
+        raise ModelError(f"the mesh {mesh.mesh.tolist()} has replicas and nothing to shard over; {DRIFTING}")
+
+
+def _refuse(model: nn.Module, plan: ShardingPlan, wrapping: Wrapping, device: torch.device) -> None:
     """Raises `ModelError` for what this backend cannot wrap, before any rank talks to another."""
     wrapping.precision.check(wrapping.backend)
+    if wrapping.cpu_offload and wrapping.backend == "fsdp1" and device.type == "cpu":
+        raise ModelError(
+            "cpu_offload: FSDP1 pins the memory of what it offloads, which needs an accelerator, and this rank runs on the CPU, "
+            "where parameters are anyway; leave cpu_offload out, or use FSDP2"
+        )
     why = why_not_lora(model)
     if why:
         raise ModelError(why)
     inside = [name for name, each in model.named_modules() if is_wrapped_by_fsdp1(each) or is_wrapped_by_fsdp2(each)]
     if inside:
         raise ModelError(f"{inside[0] or 'the model'} is sharded already; use attach")
+    wrapper = next((name for name, each in model.named_modules() if type(each).__name__ == "ParamWrapper"), None)
+    if wrapper is not None and wrapping.backend == "fsdp1":
+        raise ModelError(
+            f"{wrapper}: PEFT's LoRA of parameters (target_parameters) replaces them in every forward pass, and FSDP1's views "
+            "of its flat parameter do not allow that: use backend='fsdp2'"
+        )
     live = {name: cast(nn.Parameter, owner._parameters[attr]) for name, (owner, attr) in parameter_slots(model)}
     planned = {name for tensor in plan.parameters for name in (tensor.name, *tensor.aliases)}
     if planned != set(live):
@@ -172,24 +188,18 @@ def _refuse(model: nn.Module, plan: ShardingPlan, wrapping: Wrapping) -> None:
     _refuse_shared(plan)
 
 
-def _refuse_empty_adapters(model: nn.Module, wrapping: Wrapping, sent: set[str]) -> None:
-    """FSDP1 gives meta parameters undefined memory, where `fill` could no longer tell an adapter without values from one with."""
-    for name, (owner, attr) in parameter_slots(model):
-        param = owner._parameters[attr]
-        if (
-            wrapping.backend == "fsdp1"
-            and is_adapter_name(name)
-            and name not in sent
-            and param is not None
-            and param.is_meta
-        ):
+def _refuse_uncalled(model: nn.Module, units: Sequence[str]) -> None:
+    modules = {clean_name(name): each for name, each in model.named_modules()}
+    for unit in units:
+        odd = _reader(modules, unit.rpartition(".")[0])
+        if odd is not None:
             raise ModelError(
-                f"{name} is on meta on every rank and in no checkpoint: initialise the adapter on real memory, with one seed on "
-                "every rank or on rank 0 only, before sharding"
+                f"{unit} has another dtype than its unit, and cannot be one of its own: {odd} ({type(modules[odd]).__name__}) "
+                "reads its parts' weights without calling them; use one dtype (mixed_dtypes='align')"
             )
 
 
-def _refuse_shared(plan: ShardingPlan) -> None:
+def _refuse_shared(plan: ShardingPlan, hint: str = "") -> None:
     """A parameter under two units would be sharded with one of them and missing in the other."""
     units = {unit.module for unit in plan.units}
     for unit in plan.units:
@@ -199,7 +209,7 @@ def _refuse_shared(plan: ShardingPlan) -> None:
             if other is not None:
                 raise ModelError(
                     f"{tensor.name} of unit {unit.module or '(root)'} is tied to {other} of unit "
-                    f"{owners[other] or '(root)'}: a tied parameter needs one unit that holds all its users"
+                    f"{owners[other] or '(root)'}: a tied parameter needs one unit that holds all its users{hint}"
                 )
 
 
@@ -217,6 +227,7 @@ def split_trainable(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
             if tensor.is_trainable:
                 for module in _to_split(plan, modules, tensor.name):
                     plan = split_units(plan, [module])
+    _refuse_shared(plan, ": use use_orig_params=True, or FSDP2, where trainable and frozen parameters share a unit")
     return plan
 
 
@@ -226,7 +237,7 @@ def _to_split(plan: ShardingPlan, modules: dict[str, nn.Module], name: str) -> I
     unit = next(unit for unit in plan.units if any(tensor.name == name for tensor in unit.parameters))
     if all(tensor.is_trainable for tensor in unit.parameters):
         return
-    odd = next((f for f in _above(home) if type(modules[f]).__name__ in _READS_WITHOUT_CALLING), None)
+    odd = _reader(modules, home)
     if odd is not None:
         raise ModelError(
             f"{name}: {odd} ({type(modules[odd]).__name__}) reads its parts' weights without calling them, so they cannot be "
@@ -254,27 +265,14 @@ def _to_split(plan: ShardingPlan, modules: dict[str, nn.Module], name: str) -> I
     )
 
 
+def _reader(modules: dict[str, nn.Module], name: str) -> str | None:
+    """The innermost module around this one, or it itself, that reads its parts' weights without calling them; None if none does."""
+    return next((above for above in _above(name) if type(modules[above]).__name__ in _READS_WITHOUT_CALLING), None)
+
+
 def _above(name: str) -> Iterator[str]:
     """The name, and those of the modules around it, inside out; the root's is empty."""
     while name:
         yield name
         name = name.rpartition(".")[0]
     yield ""
-
-
-@contextmanager
-def meta_buffers_aside(model: nn.Module) -> Iterator[None]:
-    """FSDP1 would give them memory without values; `fill` finds them on meta afterwards, as it should."""
-    aside = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta
-    ]
-    for module, name, _ in aside:
-        module._buffers[name] = None
-    try:
-        yield
-    finally:
-        for module, name, buffer in aside:
-            module._buffers[name] = buffer
