@@ -19,6 +19,8 @@ from lockstep.sharding.base import Ranges
 _ALIGN = 16
 """Every segment starts at a multiple of this many bytes: any dtype can be viewed there."""
 
+_COUNTED_RANKS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -86,12 +88,13 @@ def aligned_bytes(travels: Sequence[int], extents: Sequence[Extent], rank: int) 
 
 
 def num_windows(travels: Sequence[int], extents: Sequence[Extent], *, part_bytes: int) -> int:
-    """How many windows `cut` makes, as far as the rank that holds most decides it; without making them."""
+    """How many windows `cut` makes, without making them. On very many ranks the one that holds most stands for all."""
     held = [aligned_bytes(travels, extents, rank) for rank in range(len(extents[0].ranges))]
     limit = max(part_bytes, _ALIGN)
     if max(held) <= limit:
         return 1
-    return sum(1 for _ in _stream(travels, extents, held.index(max(held)), limit))
+    ranks = range(len(held)) if len(held) <= _COUNTED_RANKS else [held.index(max(held))]
+    return max(sum(1 for _ in _stream(travels, extents, rank, limit)) for rank in ranks)
 
 
 def _window(parts: tuple[tuple[Segment, ...], ...], extents: Sequence[Extent], arrived: list[int]) -> Window:
