@@ -29,7 +29,7 @@ NEVER = {
 # Heavy library: the only modules that import it.
 HOMES = {
     "peft": (
-        "model.lora", "model.peft_names", "export.merge", "export.merge_plan", "export.peft_state", "export.peft_tree",
+        "model.lora", "model.peft_tree", "export.merge", "export.merge_plan", "export.peft_state",
         "sharding.fsdp2", "rollout.hf_weights",
     ),
     "torch.distributed.fsdp": ("sharding.fsdp1", "sharding.fsdp2", "sharding.skeleton", "sharding.attach"),

@@ -15,9 +15,10 @@ from transformers.core_model_loading import Chunk, Concatenate, WeightConverter,
 
 import helpers_models
 from lockstep.errors import IncompleteExport
-from lockstep.export.hub import adapter_names, hub_plan, hub_tensors, plain_names, to_hub
+from lockstep.export.hub import hub_plan, hub_tensors, plain_names, to_hub
 from lockstep.export.merge import merge_elements, merge_scratch
 from lockstep.export.merge_plan import plan_merges
+from lockstep.model.peft_tree import adapter_names
 from lockstep.sharding.skeleton import skeleton
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -16,12 +16,12 @@ from lockstep.model.lora import (
     ADAPTER,
     REFERENCE,
     adapter_config_json,
-    adapter_file_names,
     dropout_of,
     inject_lora,
     reference_policy,
     scaling_of,
 )
+from lockstep.model.peft_tree import adapter_names
 from lockstep.testing import tiny_llama
 
 
@@ -85,12 +85,14 @@ def test_saved_configuration_is_the_live_one(tmp_path):
 def test_training_from_an_adapter_keeps_a_frozen_copy_as_reference(files, tmp_path):
     """CASES B83: with the adapter off, the model is not what training started from."""
     start = inject_lora(empty(files), LoraSection(rank=4, alpha=12), seed=5)
-    names = adapter_file_names(start)
+    names = adapter_names(start, ADAPTER)
     values = {names[name]: torch.randn(param.shape) for name, param in adapter_values(start).items()}
     save_adapter_folder(tmp_path, values, adapter_config_json(start))
     model = inject_lora(empty(files), LoraSection(rank=16, init_from=str(tmp_path)), seed=9)
     live = {
-        adapter_file_names(model)[name]: param for name, param in adapter_values(model).items() if f".{ADAPTER}" in name
+        adapter_names(model, ADAPTER)[name]: param
+        for name, param in adapter_values(model).items()
+        if f".{ADAPTER}" in name
     }
     assert all(torch.equal(param, values[name]) for name, param in live.items())
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
@@ -104,7 +106,7 @@ def test_training_from_an_adapter_keeps_a_frozen_copy_as_reference(files, tmp_pa
 
 def test_an_adapter_of_another_model_is_refused(files, tmp_path):
     start = inject_lora(empty(files), LoraSection(rank=4), seed=5)
-    names = adapter_file_names(start)
+    names = adapter_names(start, ADAPTER)
     values = {names[name]: param.detach() for name, param in adapter_values(start).items()}
     values.pop(next(iter(values)))
     save_adapter_folder(tmp_path, values, adapter_config_json(start))
@@ -160,7 +162,7 @@ def test_copies_of_base_weights_in_an_adapter_must_be_the_checkpoints(files, tmp
     copy = "base_model.model.model.embed_tokens.base_layer.weight"
     assert copy in tensors
     model = inject_lora(empty(files), lora, seed=0, files=files)
-    assert adapter_file_names(model).keys() & adapter_values(model).keys()
+    assert adapter_names(model, ADAPTER).keys() & adapter_values(model).keys()
     save_file({**tensors, copy: tensors[copy] + 1}, file)
     with pytest.raises(ModelError, match="not the checkpoint's"):
         inject_lora(empty(files), lora, seed=0, files=files)

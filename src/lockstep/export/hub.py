@@ -22,7 +22,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lockstep.errors import IncompleteExport
 from lockstep.export.merge import RowsMerge
 from lockstep.export.merge_plan import Merges, plan_merges
-from lockstep.export.peft_tree import adapter_tensor_names, check_unmerged, join, plain_model, walk_plain
+from lockstep.model.peft_tree import check_unmerged, join, plain_model, walk_plain
 from lockstep.model.strip import stripped_from
 from lockstep.names import checkpoint_name
 from lockstep.types import TensorSpec
@@ -104,11 +104,6 @@ def to_hub(model: nn.Module, tensor: HubTensor, values: Sequence[torch.Tensor]) 
             shape = None if came is None else list(came.shape)
             raise IncompleteExport(f"{spec.name}: planned {list(spec.shape)}, made {shape} of {list(tensor.sources)}")
     return [(spec.name, made[spec.name].contiguous()) for spec in tensor.outputs]
-
-
-def adapter_names(model: nn.Module, adapter: str, *, with_base_embeddings: bool = False) -> dict[str, str]:
-    """Live name -> name in a PEFT adapter file, of everything that PEFT saves with this adapter; see `adapter_tensor_names`."""
-    return adapter_tensor_names(model, adapter, with_base_embeddings=with_base_embeddings)
 
 
 def plain_names(model: nn.Module, adapter: str | None = None) -> dict[str, str]:

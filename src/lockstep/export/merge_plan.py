@@ -22,7 +22,9 @@ from torch import nn
 
 from lockstep.errors import IncompleteExport
 from lockstep.export.merge import RowsMerge, ScratchMerge, merge_scratch
-from lockstep.export.peft_tree import (
+from lockstep.model.fake_quant import why_not_lora
+from lockstep.model.lora import scaling_of
+from lockstep.model.peft_tree import (
     PlainModule,
     Wrapper,
     adapters_of,
@@ -34,8 +36,6 @@ from lockstep.export.peft_tree import (
     tensors_of,
     walk_plain,
 )
-from lockstep.model.fake_quant import why_not_lora
-from lockstep.model.lora import scaling_of
 from lockstep.sharding.skeleton import skeleton as plain_copy
 from lockstep.types import TensorSpec
 

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.errors import IncompleteExport
 from lockstep.export.courier import FACTORS, PACKED
-from lockstep.export.hub import HubTensor, adapter_names, hub_plan
+from lockstep.export.hub import HubTensor, hub_plan
 from lockstep.export.merge import MIN_ROWS, RowsMerge
 from lockstep.export.merge_plan import Merges, plan_merges, refuse_fake_quantised
 from lockstep.export.peft_state import PeftState
@@ -31,6 +31,7 @@ from lockstep.export.what import (
     fingerprint_of,
 )
 from lockstep.model.lora import adapter_config_json
+from lockstep.model.peft_tree import adapter_names
 from lockstep.sharding.base import Ranges, ShardedModel
 from lockstep.sharding.plan import PlannedTensor
 from lockstep.types import TensorSpec, WeightKind
@@ -112,7 +113,7 @@ class _Planner:
                 return self._finish("merged", name, hub.tensors, merges, hub.notes)
             case FullExport():
                 hub = hub_plan(skeleton, adapter=None)
-                return self._finish("full", None, hub.tensors, Merges(), hub.notes)
+                return self._finish("full", None, hub.tensors, Merges(), hub.notes + _left_out(state))
 
     def _finish(
         self, kind: WeightKind, adapter: str | None, hub: Sequence[HubTensor], merges: Merges, notes: tuple[str, ...]
@@ -224,3 +225,12 @@ class _Planner:
     def _as_it_is(self, live: str, name: str) -> HubTensor:
         tensor = self._planned[live]
         return HubTensor((live,), (name,), (TensorSpec(name, tensor.shape, tensor.dtype),), True)
+
+
+def _left_out(state: PeftState) -> tuple[str, ...]:
+    """A full export of a model with adapters is its base: right for an engine that loads adapters, and not the policy."""
+    if not state.configs:
+        return ()
+    return (
+        f"adapters {sorted(state.configs)} are not in a full export: these are the base's weights; MergedExport folds one in",
+    )

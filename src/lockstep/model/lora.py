@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
@@ -25,6 +25,7 @@ from lockstep.config import LoraSection
 from lockstep.errors import ModelError
 from lockstep.known_warnings import while_injecting
 from lockstep.model.load import ModelFiles, read_tensor
+from lockstep.model.peft_tree import adapter_names
 from lockstep.names import checkpoint_name, is_adapter_name
 
 ADAPTER = "default"
@@ -100,20 +101,6 @@ def reference_policy(model: PeftModel) -> Iterator[None]:
         yield
     finally:
         _activate(model, ADAPTER)
-
-
-def adapter_file_names(model: PeftModel, adapter: str = ADAPTER) -> dict[str, str]:
-    """Live name of every adapter tensor, and its name in a PEFT adapter file, in the model's own order.
-
-    PEFT itself does the naming, on stand-ins, so that whatever it has or adds is named as it would save it.
-    """
-    live = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    stand_ins = {name: torch.empty((index,), device="meta") for index, name in enumerate(live)}
-    order = list(live)
-    named = get_peft_model_state_dict(
-        model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=False
-    )
-    return {order[tensor.shape[0]]: name for name, tensor in named.items()}
 
 
 def adapter_config_json(model: nn.Module, adapter: str = ADAPTER) -> dict[str, Any]:
@@ -271,7 +258,7 @@ def _load_adapter(model: PeftModel, folder: str, adapter: str, *, files: ModelFi
     if not file.is_file():
         raise ModelError(f"lora.init_from {folder!r} holds no adapter_model.safetensors")
     tensors = load_file(file)
-    expected = set(adapter_file_names(model, adapter).values())
+    expected = set(adapter_names(model, adapter).values())
     copies = {name: tensor for name, tensor in tensors.items() if name not in expected and ".base_layer." in name}
     _check_base_copies(model, copies, folder, files=files)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}

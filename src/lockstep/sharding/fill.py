@@ -18,7 +18,7 @@ from lockstep.dist import World, agree, all_or_none
 from lockstep.errors import ModelError
 from lockstep.model.elements import Reader
 from lockstep.model.load import ModelFiles, build_empty, find_model, find_weights
-from lockstep.model.peft_names import base_model, base_names, saved_copies
+from lockstep.model.peft_tree import base_model, base_names, saved_copies
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.buffers import LiveTensors, send_buffers
 from lockstep.sharding.plan import PlannedTensor

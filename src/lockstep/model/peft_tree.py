@@ -1,4 +1,5 @@
-"""A skeleton with PEFT's wrappers in it in; where each module of the plain base model hangs, and under which wrappers, out.
+"""A skeleton with PEFT's wrappers in it in; where each module of the plain base model hangs, under which wrappers, and the
+names of its tensors before PEFT came, out.
 
 Everything here follows the structure (which class wraps what, in which attribute) and never the text of a name: a user's
 module that is itself called `base_layer` or `modules_to_save` keeps its name.
@@ -52,6 +53,28 @@ def walk_plain(model: nn.Module, adapter: str | None) -> Iterator[PlainModule]:
     yield from _visit(model, "", "", adapter)
 
 
+def base_names(model: nn.Module) -> dict[str, str]:
+    """Live name -> plain name of every parameter and buffer of the base model, aliases of tied ones too.
+
+    Adapters' tensors are left out, and so are the trained copies of `modules_to_save` (see `saved_copies`).
+    """
+    return _tensor_names(model, None)
+
+
+def saved_copies(model: nn.Module) -> dict[str, str]:
+    """Live name -> plain name of the trained copies that PEFT keeps of whole modules (`modules_to_save`), of every adapter."""
+    base = base_names(model)
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    adapters = dict.fromkeys(adapter for wrapper in wrappers for adapter in wrapper.modules_to_save)
+    named = {live: plain for adapter in adapters for live, plain in _tensor_names(model, adapter).items()}
+    return {live: plain for live, plain in named.items() if live not in base}
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The base inside PEFT's own model classes (with adapter layers in it, if there are any), or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 def plain_model(model: nn.Module) -> nn.Module:
     """The base model as a model of its own: new modules over the skeleton's parameters; the skeleton itself without PEFT in it."""
     if not any(inner_of(module, None) for module in model.modules()):
@@ -93,7 +116,7 @@ def tensors_of(model: nn.Module, adapters: Collection[str]) -> set[str]:
     return found
 
 
-def adapter_tensor_names(model: nn.Module, adapter: str, *, with_base_embeddings: bool = False) -> dict[str, str]:
+def adapter_names(model: nn.Module, adapter: str, *, with_base_embeddings: bool = False) -> dict[str, str]:
     """Live name -> name in a PEFT adapter file. `model` is a skeleton: PEFT names stand-ins for its tensors.
 
     A model that transformers put the adapter on (`model.add_adapter`) gets the prefix that its own `save_pretrained` writes.
@@ -155,12 +178,22 @@ def inner_of(module: nn.Module, adapter: str | None) -> tuple[str, nn.Module] | 
         base = module._modules.get("base_layer")  # type: ignore[union-attr]
         if base is None:
             raise IncompleteExport(
-                f"{type(module).__name__} is a PEFT layer without a base_layer; its base weights have no plain names: export the adapter"
+                f"{type(module).__name__} is a PEFT layer without a base_layer; its base weights have no plain names"
             )
         return "base_layer", base
     if isinstance(module, AuxiliaryTrainingWrapper):
-        raise IncompleteExport(f"{type(module).__name__} is a PEFT wrapper that is not known here; export the adapter")
+        raise IncompleteExport(f"{type(module).__name__} is a PEFT wrapper that is not known here")
     return None
+
+
+def _tensor_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
+    return {
+        join(each.live, attr): join(each.name, attr)
+        for each in walk_plain(model, adapter)
+        for tensors in (each.module._parameters, each.module._buffers)
+        for attr, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 def _visit(module: nn.Module, live: str, name: str, adapter: str | None) -> Iterator[PlainModule]:
