@@ -85,6 +85,13 @@ class Courier:
         for travel in travels:
             self._arriving.pop(travel, None)
 
+    def close(self) -> None:
+        """Let go of everything, since the stream and its generators hold each other and may live until a garbage collection."""
+        self._arriving.clear()
+        self._factors.clear()
+        self._main.rest()
+        self._to_all.rest()
+
     def _is_too_much(self, group: int) -> bool:
         """Would this group and the one before it, both on their way, be more than the bucket has room for?"""
         extents = self._plan.extents

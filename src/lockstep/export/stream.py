@@ -7,6 +7,8 @@ The live model is only read. At most `bucket_bytes` plus the largest tensor are 
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -22,6 +24,8 @@ from lockstep.export.plan import plan_export
 from lockstep.export.what import Delivery, Export, ExportPlan
 from lockstep.sharding.base import Destination, ShardedModel
 from lockstep.types import Bucket, Manifest
+
+log = logging.getLogger(__name__)
 
 
 class WeightStream:
@@ -82,6 +86,7 @@ class WeightStream:
             return
         for arrived in self._arrivals:
             self._courier.drop(arrived)
+        self._courier.close()
         self._compare_endings("" if error is None else f"{type(error).__name__}: {error}")
 
     def _check_open(self) -> None:
@@ -101,6 +106,7 @@ class WeightStream:
                 raise IncompleteExport(f"the export ended on every rank: rank {rank}'s consumer raised {ending[0]}")
 
     def _gather_all(self) -> Iterator[Bucket]:
+        self._check_open()
         waiting = {travel: index for index, each in enumerate(self.plan.deliveries) for travel in each.travels}
         missing = [len(each.travels) for each in self.plan.deliveries]
         for arrived in self._arrivals:
@@ -187,4 +193,13 @@ def export_weights(
         raise ValueError(f'to must be "all" or 0, {to!r} came')
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating dtype or None, {dtype} came")
-    return WeightStream(sharded, plan_export(sharded, what, bucket_bytes=bucket_bytes, dtype=dtype), to=to)
+    plan = plan_export(sharded, what, bucket_bytes=bucket_bytes, dtype=dtype)
+    for note in plan.notes:
+        _tell(note)
+    return WeightStream(sharded, plan, to=to)
+
+
+@functools.cache
+def _tell(note: str) -> None:
+    """Once in a process: an export may be made every step."""
+    log.warning(note)

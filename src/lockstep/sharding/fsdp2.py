@@ -7,7 +7,8 @@ every rank. Anything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -123,6 +124,17 @@ class FSDP2Model(LiveModel):
         # After a forward without backward FSDP2 keeps the root gathered: its parameters are then plain tensors (pytorch#131965).
         for unit in self._units:
             unit.reshard()
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        # PEFT switches `requires_grad` of whatever stands in the slots. Units that stay gathered after a forward would be switched
+        # off as shards and on again as whole tensors: the shards would never train again.
+        self.settle()
+        with super().adapter_off():
+            try:
+                yield
+            finally:
+                self.settle()
 
     def is_current(self) -> bool:
         if super().is_current():
