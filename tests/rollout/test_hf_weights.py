@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 
+from helpers_models import tiny_mixtral, tiny_qwen3_moe
 from helpers_rollout import (
     digest_for,
     greedy,
@@ -407,3 +409,18 @@ def test_adapter_updates_share_nothing_with_what_was_sampled_before():
     after = engine.generate(PROMPTS, SAMPLING, num_samples=2, draw=Draw(0, 0))
     assert ids_of(after) != ids_of(before)
     assert kept == [(sample.policy_version, sample.ids, sample.logprobs) for sample in before]
+
+
+@pytest.mark.parametrize("build", [tiny_qwen3_moe, tiny_mixtral])
+def test_fused_experts_take_merged_weights_under_their_checkpoint_names(build, tmp_path):
+    """The engine keeps one 3-D parameter for what the checkpoint, and so the wire, has per expert."""
+    engine, wanted = make_engine(build()), build(seed=1)
+    wanted.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(".experts.1." in name for name in tensors)
+    push(engine, tensors, "merged")
+    for (name, own), (_, other) in zip(engine._model.named_parameters(), wanted.named_parameters(), strict=True):
+        assert torch.equal(own, other), name
+    left_out = {name: tensor for name, tensor in tensors.items() if ".experts.1." not in name}
+    with pytest.raises(TransportError, match=r"leaves out .* first \['model.layers.0.*experts.1"):
+        push(engine, left_out, "merged", version=2)

@@ -18,7 +18,8 @@ from lockstep.errors import LockstepError, ModelError, StaleWeights, TransportEr
 from lockstep.rollout.base import Engine
 from lockstep.rollout.hf_batch import Batch, Budget, plan_batches
 from lockstep.rollout.hf_decode import Completions, LastLogits, complete
-from lockstep.rollout.hf_weights import AdapterHost, AdapterUpdate, InPlaceUpdate, Update, base_tensors
+from lockstep.rollout.hf_names import checkpoint_tensors
+from lockstep.rollout.hf_weights import AdapterHost, AdapterUpdate, InPlaceUpdate, Update
 from lockstep.sampling import check_sampling, row_uniforms
 from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling
 
@@ -63,7 +64,8 @@ class HFEngine(Engine):
         self._cache_tokens = cache_tokens
         self._max_len = model_max_len or getattr(_text_config(model), "max_position_embeddings", None)
         self._forward = LastLogits(model)
-        self._base = base_tensors(model)
+        # Taken before an adapter is injected: PEFT wraps modules, not parameters, so these stay the model's own.
+        self._live = dict(model.state_dict(keep_vars=True))
         self._base_is_merged = False
         self._adapter = AdapterHost(model)
         self._update: Update | None = None
@@ -136,7 +138,7 @@ class HFEngine(Engine):
             self._check_base_takes_adapters(manifest)
             self._update = AdapterUpdate(self._adapter, manifest, self._device)
             return
-        self._update = InPlaceUpdate(self._base, manifest)
+        self._update = InPlaceUpdate(checkpoint_tensors(self._model, self._live), manifest)
         self._adapter.serve(None)
         self._base_is_merged = manifest.kind == "merged"
         self._stale = (

@@ -12,7 +12,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import TransportError
 from lockstep.known_warnings import while_injecting
+from lockstep.rollout.hf_names import same_tensors
 from lockstep.transport.base import Ledger, digest_of, tensor_line
 from lockstep.types import Bucket, Manifest
 
@@ -129,7 +130,7 @@ class InPlaceUpdate:
     def __init__(self, base: Mapping[str, Tensor], manifest: Manifest):
         self.manifest = manifest
         self._base = base
-        _check_names(manifest, {name: tuple(tensor.shape) for name, tensor in base.items()}, _tied_names(base))
+        _check_names(manifest, {name: tuple(tensor.shape) for name, tensor in base.items()}, same_tensors(base))
         for spec in manifest.specs:
             if spec.dtype != base[spec.name].dtype:
                 raise TransportError(
@@ -147,14 +148,6 @@ class InPlaceUpdate:
     def commit(self, digest: str) -> None:
         self._ledger.check_complete()
         _check_digest(self.manifest, self._base, digest)
-
-
-def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own parameters and persistent buffers by checkpoint name; tied ones under each of their names.
-
-    To be taken before an adapter is injected. They stay those of the model: PEFT wraps modules, not parameters.
-    """
-    return model.state_dict(keep_vars=True)
 
 
 def engine_config(manifest: Manifest) -> LoraConfig:
@@ -211,14 +204,6 @@ def _adapter_parameters(peft: PeftModel) -> dict[str, Tensor]:
 
 def _config_key(config: LoraConfig) -> str:
     return json.dumps(config.to_dict(), sort_keys=True, default=lambda value: sorted(map(str, value)))
-
-
-def _tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names, those of one tied tensor together."""
-    groups: dict[Any, list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(tensor.data_ptr() if tensor.numel() else name, []).append(name)
-    return list(groups.values())
 
 
 def _check_names(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], groups: Iterable[list[str]]) -> None:
