@@ -285,6 +285,8 @@ def check_hybrid(world: World) -> None:
                 start == stop for tensor in sharded.plan.parameters for start, stop in sharded.ranges(tensor.name)[2:]
             )
             run_model(sharded)
+        with pytest.raises(ModelError, match="replicas would drift apart"):
+            attach(prepared_hybrid(init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))))
     halves = mesh["shard"]
     sharded = attach(by_hand(lora(), mesh=halves))
     assert (sharded.world.rank, sharded.world.size) == (world.rank % 2, 2)

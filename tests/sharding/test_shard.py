@@ -118,6 +118,8 @@ def check_units(world: World) -> None:
     first = shard(MODELS["llama"](), plan, backend="fsdp1")
     assert units_of(first.module, FullyShardedDataParallel) == planned
     assert [unit.module for unit in first.plan.units] == [unit.module for unit in plan.units]
+    assert list(first.plan.buffers) == list(plan.buffers)
+    assert not any(tensor.is_persistent for tensor in first.plan.buffers)  # rotary tables
     leaves = shard(MODELS["llama"](), plan, backend="fsdp1", use_orig_params=False)
     for unit in leaves.plan.units:
         assert len({tensor.is_trainable for tensor in unit.parameters}) <= 1, unit.module
@@ -191,6 +193,8 @@ def check_refusals(world: World) -> None:
         (shard(tiny_llama()).module, {"plan": plan_sharding(tiny_llama())}, "sharded already; use attach"),
         (shard(tiny_llama(), backend="fsdp1").module, {"plan": plan_sharding(tiny_llama())}, "sharded already; use attach"),
         (lora(tiny_llama()), {"plan": plan_sharding(tiny_llama())}, "the plan and the model differ in"),
+        (tiny_llama(), {"backend": "fsdp1", "mesh": init_device_mesh("cpu", (4, 1))}, "replicas would drift apart"),
+        (tiny_llama(), {"backend": "fsdp1", "cpu_offload": True}, "cpu_offload: FSDP1 pins the memory"),
         (tiny_llama(tie_word_embeddings=True), {"plan": across_units()}, r"model\.embed_tokens\.weight of unit .* is tied to lm_head"),
     ]  # fmt: skip
     for model, options, message in cases:

@@ -6,7 +6,8 @@ Buffers are whole on every rank. The order in which they travel is the plan's, o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,14 @@ from lockstep.sharding.skeleton import walk
 
 WINDOW_BYTES = 4 << 20
 """What travels to one rank at once, at most (a buffer larger than this travels alone)."""
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Part = TypeVar("_Part", bound=_Sized)
 
 
 class LiveTensors:
@@ -68,7 +77,7 @@ def send_buffers(sharded: ShardedModel, names: Collection[str], tensors: Mapping
         return
     live = LiveTensors(sharded.module)
     with data_phase(world, "sending rank 0's buffers"), torch.no_grad():
-        for window in _windows(chosen):
+        for window in windows(chosen):
             sizes = [tensor.nbytes for tensor in window]
             message = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
             if world.is_main:
@@ -87,12 +96,13 @@ def global_rank(world: World, rank: int) -> int:
     return world.ranks[rank] if world.ranks else rank
 
 
-def _windows(tensors: Sequence[PlannedTensor]) -> Iterator[list[PlannedTensor]]:
-    window: list[PlannedTensor] = []
-    for tensor in tensors:
-        if window and sum(each.nbytes for each in window) + tensor.nbytes > WINDOW_BYTES:
+def windows(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """In the same order, together where they fit into `WINDOW_BYTES`; a larger one is alone."""
+    window: list[_Part] = []
+    for part in parts:
+        if window and sum(each.nbytes for each in window) + part.nbytes > WINDOW_BYTES:
             yield window
             window = []
-        window.append(tensor)
+        window.append(part)
     if window:
         yield window

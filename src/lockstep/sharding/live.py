@@ -22,7 +22,7 @@ from lockstep.errors import ModelError
 from lockstep.model.lora import reference_policy
 from lockstep.names import clean_name
 from lockstep.sharding.base import Ranges
-from lockstep.sharding.plan import PlannedTensor, ShardingPlan, ShardUnit
+from lockstep.sharding.plan import ShardingPlan, ShardUnit, assign, volatile_buffers
 from lockstep.sharding.skeleton import unwrap, walk
 
 LiveSlot = tuple[nn.Module, str]
@@ -262,53 +262,12 @@ def plan_of(skeleton: nn.Module, units: Sequence[str]) -> ShardingPlan:
 
     A parameter that two units share belongs to the root, as in `plan_sharding`; a module that no parameter is left for is none.
     """
-    parameters = _by_unit(skeleton.named_parameters(remove_duplicate=False), units, set())
-    kept = [name for name in units if name in parameters]
-    buffers = _by_unit(skeleton.named_buffers(remove_duplicate=False), kept, _volatile(skeleton))
+    parameters = assign(skeleton.named_parameters(remove_duplicate=False), {name: name for name in units})
+    kept = {name: name for name in units if name in parameters}
+    buffers = assign(skeleton.named_buffers(remove_duplicate=False), kept, volatile_buffers(skeleton))
     return ShardingPlan(
         tuple(ShardUnit(name, tuple(parameters.get(name, ())), tuple(buffers.get(name, ()))) for name in [*kept, ""])
     )
-
-
-def _by_unit(
-    named: Iterator[tuple[str, torch.Tensor]], units: Sequence[str], volatile: set[str]
-) -> dict[str, list[PlannedTensor]]:
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    known = set(units)
-    out: dict[str, list[PlannedTensor]] = {}
-    for key, tensor in tensors.items():
-        owners = {nearest_unit(name, known) for name in names[key]}
-        planned = PlannedTensor(
-            name=names[key][0],
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            is_trainable=tensor.requires_grad,
-            aliases=tuple(names[key][1:]),
-            is_contiguous=tensor.is_contiguous(),
-            is_persistent=any(name not in volatile for name in names[key]),
-        )
-        out.setdefault(owners.pop() if len(owners) == 1 else "", []).append(planned)
-    return out
-
-
-def _volatile(skeleton: nn.Module) -> set[str]:
-    """Names of the buffers that are not in the state dict."""
-    return {
-        f"{name}.{attr}" if name else attr
-        for name, module in skeleton.named_modules(remove_duplicate=False)
-        for attr in module._non_persistent_buffers_set
-    }
-
-
-def nearest_unit(name: str, units: set[str]) -> str:
-    """The innermost of these modules that a tensor is in; empty: the root."""
-    parts = name.split(".")[:-1]
-    prefixes = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in units), "")
 
 
 def _edges(module: nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:

@@ -139,8 +139,9 @@ def plan_sharding(model: nn.Module, policy: Policy | None = None) -> ShardingPla
     """
     tree = ModuleTree(model)
     chosen = choose_units(tree, policy or LayerClasses())
-    parameters = _assign(model.named_parameters(remove_duplicate=False), tree, chosen)
-    buffers = _assign(model.named_buffers(remove_duplicate=False), tree, chosen, volatile=_volatile_buffers(model))
+    units_of = {name: unit for unit in chosen for name in tree.names_of(tree.nodes[unit].module)}
+    parameters = assign(model.named_parameters(remove_duplicate=False), units_of)
+    buffers = assign(model.named_buffers(remove_duplicate=False), units_of, volatile=volatile_buffers(model))
     # A module whose every parameter is in a unit further down gathers nothing: it is no unit, and its buffers go to the root.
     units = [name for name in chosen if name in parameters]
     left = [tensor for name, tensors in buffers.items() if name not in units for tensor in tensors]
@@ -186,11 +187,13 @@ def _split_one(plan: ShardingPlan, holder: ShardUnit, module: str) -> ShardingPl
     return ShardingPlan(tuple(units))
 
 
-def _assign(
-    named: Iterable[tuple[str, torch.Tensor]], tree: ModuleTree, chosen: Sequence[str], volatile: Container[str] = ()
+def assign(
+    named: Iterable[tuple[str, torch.Tensor]], units: Mapping[str, str], volatile: Container[str] = ()
 ) -> dict[str, list[PlannedTensor]]:
-    """Tensors by unit. What two units share (buffers may) belongs to the root, which outlives both."""
-    units = {name: chosen_name for chosen_name in chosen for name in tree.names_of(tree.nodes[chosen_name].module)}
+    """Tensors by unit. What two units share (buffers may) belongs to the root, which outlives both.
+
+    `units`: name of the unit that a module is, by each of the module's names. `volatile`: buffers that are not persistent.
+    """
     names: dict[int, dict[str, None]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for live, tensor in named:
@@ -198,14 +201,15 @@ def _assign(
         tensors[id(tensor)] = tensor
     out: dict[str, list[PlannedTensor]] = {}
     for key, tensor in tensors.items():
-        owners = {_nearest(name, units) for name in names[key]}
+        owners = {units.get(nearest_unit(name, units), "") for name in names[key]}
         planned = _describe(tensor, list(names[key]), is_persistent=any(name not in volatile for name in names[key]))
         out.setdefault(owners.pop() if len(owners) == 1 else "", []).append(planned)
     return out
 
 
-def _nearest(name: str, units: Mapping[str, str]) -> str:
-    return next((units[prefix] for prefix in reversed(prefixes(name)[:-1]) if prefix in units), "")
+def nearest_unit(name: str, units: Container[str]) -> str:
+    """The innermost of these modules that a tensor is in; empty: the root."""
+    return next((prefix for prefix in reversed(prefixes(name)[:-1]) if prefix in units), "")
 
 
 def _describe(tensor: torch.Tensor, names: list[str], *, is_persistent: bool) -> PlannedTensor:
@@ -220,7 +224,7 @@ def _describe(tensor: torch.Tensor, names: list[str], *, is_persistent: bool) ->
     )
 
 
-def _volatile_buffers(model: nn.Module) -> set[str]:
+def volatile_buffers(model: nn.Module) -> set[str]:
     """Clean names of the buffers that are not in the state dict."""
     return {
         clean_name(f"{live}.{leaf}" if live else leaf)

@@ -24,8 +24,8 @@ from lockstep.sharding.attach import agree_or_raise, peft_lines
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fsdp1 import DRIFTING, is_wrapped_by_fsdp1, wrap_fsdp1
 from lockstep.sharding.fsdp2 import is_wrapped_by_fsdp2, wrap_fsdp2
-from lockstep.sharding.live import LiveModel, nearest_unit, parameter_slots
-from lockstep.sharding.plan import ShardingPlan, plan_sharding, split_units
+from lockstep.sharding.live import LiveModel, parameter_slots
+from lockstep.sharding.plan import ShardingPlan, nearest_unit, plan_sharding, split_units
 from lockstep.sharding.precision import Precision
 from lockstep.sharding.values import send_from_rank0, take_values
 from lockstep.worlds import current_world

@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.dist import World, agree, data_phase, gather_bytes
 from lockstep.errors import RanksDisagree
 from lockstep.sharding.base import ShardedModel
-from lockstep.sharding.buffers import WINDOW_BYTES, LiveTensors, global_rank, send_buffers
+from lockstep.sharding.buffers import WINDOW_BYTES, LiveTensors, global_rank, send_buffers, windows
 from lockstep.sharding.plan import PlannedTensor, ShardingPlan
 from lockstep.transport.base import tensor_line
 
@@ -76,7 +76,7 @@ def send_from_rank0(sharded: ShardedModel, values: Values) -> None:
     agree(world, phase="sending rank 0's values", fingerprint="\n".join(lines), describe=lambda: lines)
     with data_phase(world, "sending rank 0's values"), torch.no_grad():
         deal = _Deal(sharded, values)
-        for window in _windows(_segments(sharded, values.parameters)):
+        for window in windows(_segments(sharded, values.parameters)):
             deal.window(window)
     send_buffers(sharded, values.buffers, values.tensors)
     values.tensors.clear()
@@ -157,17 +157,6 @@ def _segments(sharded: ShardedModel, names: Collection[str]) -> Iterator[_Segmen
                 for start, stop in ranges
             )
             yield _Segment(tensor.name, tensor.dtype, spans, cut == cuts - 1)
-
-
-def _windows(segments: Iterator[_Segment]) -> Iterator[list[_Segment]]:
-    window: list[_Segment] = []
-    for segment in segments:
-        if window and sum(each.nbytes for each in window) + segment.nbytes > WINDOW_BYTES:
-            yield window
-            window = []
-        window.append(segment)
-    if window:
-        yield window
 
 
 class _Deal:
