@@ -14,29 +14,35 @@ from lockstep.model.load import build_empty, find_model
 from lockstep.model.lora import inject_lora
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fill import fill
-from lockstep.sharding.fsdp2 import FSDP2Model, shard_fsdp2
-from lockstep.sharding.plan import plan_sharding
+from lockstep.sharding.shard import Backend, shard
 
 
 def shard_folder(
-    world: World, folder: str, lora: LoraSection, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> FSDP2Model:
+    world: World,
+    folder: str,
+    lora: LoraSection,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    backend: Backend = "fsdp2",
+) -> ShardedModel:
     """Collective. The whole path: empty model, LoRA, plan, shard, fill."""
     files = find_model(folder)
     model = inject_lora(build_empty(files, dtype=dtype, attention="sdpa"), lora, seed=seed)
-    sharded = shard_fsdp2(model, plan_sharding(model), world, reshard_after_forward=True)
+    sharded = shard(model, backend=backend)
+    assert sharded.world is world
     fill(sharded, files, attention="sdpa")
     return sharded
 
 
-def randomise_b(sharded: FSDP2Model, seed: int = 1) -> None:
+def randomise_b(sharded: ShardedModel, seed: int = 1) -> None:
     """Give every B values that do not depend on the number of ranks, so that the adapter does something."""
-    with torch.no_grad():
-        for index, (name, param) in enumerate(sharded.trainable()):
-            if "lora_B" in name:
-                whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed * 1000 + index)) * 0.1
-                start, stop = sharded.ranges(name)[sharded.world.rank]
-                param.to_local().copy_(whole.reshape(-1)[start:stop].reshape(param.to_local().shape))
+    for index, (name, _) in enumerate(sharded.trainable()):
+        if "lora_B" in name:
+            shape = next(tensor.shape for tensor in sharded.plan.parameters if tensor.name == name)
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed * 1000 + index)) * 0.1
+            start, stop = sharded.ranges(name)[sharded.world.rank]
+            sharded.write_local(name, whole.reshape(-1)[start:stop])
 
 
 def save_model(model, folder: Path | None = None) -> str:

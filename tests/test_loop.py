@@ -103,6 +103,38 @@ def test_two_ranks_resume_bit_for_bit(model, tmp_path):
         assert any(value.abs().max() > 0 for name, value in left.items() if "lora_B" in name)
 
 
+def check_backends(world: World, model: str, out: str) -> None:
+    """The same recipe on both; and one that began on FSDP2 and went on on FSDP1. Gradient checkpointing and a bf16 base too."""
+    tree = recipe(
+        model, out, eval={"before": False, "after": False}, train={"schedule": "constant", "micro_batch_tokens": 64}
+    )
+    for backend in ("fsdp2", "fsdp1"):
+        run = {**tree["run"], "dir": f"{out}/{backend}", "num_steps": 3}
+        train_in(world, build_config({**tree, "run": run, "sharding": {"backend": backend}}), resume=False)
+    for backend, steps, resume in (("fsdp2", 2, False), ("fsdp1", 3, True)):
+        run = {**tree["run"], "dir": f"{out}/both", "num_steps": steps}
+        train_in(world, build_config({**tree, "run": run, "sharding": {"backend": backend}}), resume=resume)
+    low = {**tree["model"], "dtype": "bfloat16", "gradient_checkpointing": True}
+    run = {**tree["run"], "dir": f"{out}/low", "num_steps": 2}
+    train_in(world, build_config({**tree, "run": run, "model": low, "sharding": {"backend": "fsdp1"}}), resume=False)
+
+
+def test_fsdp1_trains_as_fsdp2_and_takes_over_from_it(model, tmp_path):
+    run_ranks(2, check_backends, model, str(tmp_path), timeout_s=200)
+    wanted = adapter(tmp_path / "fsdp2", 3)
+    for run in ("fsdp1", "both"):
+        came = adapter(tmp_path / run, 3)
+        assert came.keys() == wanted.keys()
+        for name, value in came.items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-5)  # fp32 sums in another order
+        for left, right in zip(metrics(tmp_path / run), metrics(tmp_path / "fsdp2"), strict=True):
+            assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
+            assert left["reward"] == right["reward"]
+    low = adapter(tmp_path / "low", 2)
+    assert {value.dtype for value in low.values()} == {torch.float32}
+    assert min(float(value.abs().max()) for name, value in low.items() if "lora_B" in name) > 0
+
+
 def test_the_run_directory_holds_what_the_run_did(model, tmp_path):
     run = tmp_path / "run"
     run_training(build_config(recipe(model, run, run={"dir": str(run), "num_steps": 3, "device": "cpu"})), resume=False)

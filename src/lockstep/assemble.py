@@ -28,8 +28,8 @@ from lockstep.model.lora import dropout_of, inject_lora
 from lockstep.rollout.hf import HFEngine, resolve_eos_ids
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fill import fill
-from lockstep.sharding.fsdp2 import shard_fsdp2
 from lockstep.sharding.plan import LayerClasses, plan_sharding
+from lockstep.sharding.shard import shard
 from lockstep.train.logprobs import probe_packing
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
@@ -116,7 +116,21 @@ def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedMode
         with while_recomputing():
             model.gradient_checkpointing_enable({"use_reentrant": False})
     plan = plan_sharding(model, LayerClasses(config.sharding.layer_classes))
-    sharded = shard_fsdp2(model, plan, world, reshard_after_forward=config.sharding.reshard_after_forward)
+    backend = config.sharding.backend if world.size > 1 else "fsdp2"
+    if backend != config.sharding.backend:
+        # There it shards nothing, and of tied weights that are frozen torch loses one at the second forward.
+        log.info(
+            "one rank has nothing to shard: sharding.backend=%s is for several, fsdp2 is used", config.sharding.backend
+        )
+    sharded = shard(
+        model,
+        plan,
+        backend=backend,
+        reshard_after_forward=config.sharding.reshard_after_forward,
+        # AdamW wants fp32 adapters: over a bf16 base FSDP1 gets units of their own for them (FSDP2 takes both in one).
+        mixed_dtypes="split" if backend == "fsdp1" else None,
+        timeout_s=config.dist.agree_timeout_s,
+    )
     fill(sharded, files, attention=config.model.attention)
     return sharded
 

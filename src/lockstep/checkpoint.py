@@ -3,7 +3,7 @@
 ```
 step-000010/
   adapter/     PEFT folder: plain PeftModel.from_pretrained loads it
-  state/       torch.distributed.checkpoint: adapter and optimizer as sharded tensors, readable on any number of ranks
+  state/       torch.distributed.checkpoint: adapter and optimizer, readable on any number of ranks by either FSDP
   files.json   step, policy version, and size + xxh3-128 of every other file: what makes the checkpoint complete
 ```
 Random numbers, data order and learning rate are functions of (seed, step), so the step number is all that resuming
@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint_parts import Part, read_parts, stored_numels, write_parts
 from lockstep.dist import World, agree, all_or_none, gather_texts
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.export.stream import export_weights
@@ -78,7 +79,7 @@ def save(folder: Path, state: TrainState, *, step: int, keep: int, extra: dict[s
     _save_adapter(draft / "adapter", state.sharded)
     try:
         with explain_os_errors(draft):
-            dcp.save(_tensors(state), storage_writer=dcp.FileSystemWriter(draft / "state"), process_group=world.control)
+            write_parts(draft / "state", _parts(state), world.control)
     except CheckpointException as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"cannot write {draft / 'state'}: {_first_cause(error)}") from error
@@ -106,22 +107,31 @@ def newest(folder: Path, world: World) -> Found | None:
 
 
 def load(found: Found, state: TrainState) -> dict[str, Any]:
-    """Collective. Put a checkpoint's tensors into the live adapter and optimizer, on any number of ranks; its `files.json`."""
-    stored = dcp.FileSystemReader(found.path / "state").read_metadata().state_dict_metadata
-    tensors = _tensors(state, wanted=set(stored))
-    lines = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
-    agree(state.sharded.world, phase="load of a checkpoint", fingerprint="\n".join(lines), describe=lambda: lines)
-    odd = sorted(set(stored) ^ set(tensors))
+    """Collective. Put a checkpoint's tensors into the live adapter and optimizer, on any number of ranks; its `files.json`.
+
+    The adapter's elements of this rank are held twice meanwhile. Raises `CheckpointError` naming a tensor that only one of the
+    two has, or that has another size there.
+    """
+    world = state.sharded.world
+    state.sharded.settle()  # values written beside what a forward left gathered would not be seen by the next one
+    stored = stored_numels(found.path / "state")
+    parts = _parts(state, wanted=set(stored))
+    lines = [f"{name} {part.elements.dtype} {list(part.shape)}" for name, part in parts.items()]
+    agree(world, phase="load of a checkpoint", fingerprint="\n".join(lines), describe=lambda: lines)
+    odd = sorted(set(stored) ^ set(parts)) or [name for name, part in parts.items() if part.numel != stored[name]]
     if odd:
-        raise CheckpointError(f"{found.path} is of another model or optimizer: {odd[0]!r} is only in one of the two")
-    try:
-        dcp.load(
-            tensors,
-            storage_reader=dcp.FileSystemReader(found.path / "state"),
-            process_group=state.sharded.world.control,
+        here = list(parts[odd[0]].shape) if odd[0] in parts else "not there"
+        raise CheckpointError(
+            f"{found.path} is of another model or optimizer: {odd[0]!r} has {stored.get(odd[0], 'no')} elements there and is {here} "
+            "here"
         )
+    try:
+        read_parts(found.path / "state", parts, world.control)
     except CheckpointException as error:
         raise CheckpointError(f"cannot read {found.path / 'state'}: {_first_cause(error)}") from error
+    for name, _ in state.sharded.trainable():
+        state.sharded.write_local(name, parts[f"adapter.{name}"].elements)
+    state.sharded.copy_to_replicas()
     return json.loads((found.path / FILE_LIST).read_text())
 
 
@@ -165,24 +175,48 @@ def _save_adapter(folder: Path, sharded: ShardedModel) -> None:
             save_adapter_folder(folder, tensors, dict(stream.plan.adapter_config or {}))
 
 
-def _tensors(state: TrainState, wanted: set[str] | None = None) -> dict[str, torch.Tensor]:
-    """Sharded tensors by name. For loading (`wanted` given), optimizer state that does not exist yet is made, as zeros.
+def _parts(state: TrainState, wanted: set[str] | None = None) -> dict[str, Part]:
+    """This rank's elements by name. For loading (`wanted` given), the adapter's are copies, to be written back, and optimizer
+    state that does not exist yet is made, as zeros.
 
     A parameter that never had a step has no optimizer state: it is neither saved nor expected (transformers #25849).
     """
-    out: dict[str, torch.Tensor] = {}
-    for live, param in state.sharded.trainable():
-        name = clean_name(live)
-        out[f"adapter.{name}"] = param.detach()
+    out: dict[str, Part] = {}
+    shapes = {tensor.name: tensor.shape for tensor in state.sharded.plan.parameters}
+    for name, param in state.sharded.trainable():
+        start, stop = _range_of(state.sharded, name, param)
+        mine = state.sharded.local_flat(name)
+        out[f"adapter.{name}"] = Part(mine if wanted is None else mine.clone(), start, shapes[name])
         slots = state.optimizer.state.get(param, {})
         for slot in ("step", "exp_avg", "exp_avg_sq"):
             key = f"optimizer.{name}.{slot}"
             if wanted is not None and key in wanted and slot not in slots:
                 state.optimizer.state[param][slot] = _empty_slot(slot, param)
                 slots = state.optimizer.state[param]
-            if slot in slots:
-                out[key] = slots[slot]
+            if slot in slots and slot != "step":
+                out[key] = Part(_flat(slots[slot]), start, shapes[name])
+            elif slot in slots:
+                # Of a rank that holds none of the elements it may be behind: there the parameter has no gradient (FSDP1).
+                out[key] = Part(_flat(slots[slot])[: 1 if wanted is not None or stop > start else 0], 0, ())
     return out
+
+
+def _range_of(sharded: ShardedModel, name: str, param: torch.Tensor) -> tuple[int, int]:
+    """This rank's elements of a trained parameter. Raises `CheckpointError` where they are not just what the parameter holds."""
+    start, stop = sharded.ranges(name)[sharded.world.rank]
+    held = (param.to_local() if isinstance(param, DTensor) else param).numel()
+    if sharded.shard_dim(name) or held != stop - start:
+        raise CheckpointError(
+            f"{name}: this rank trains {held} elements in one parameter, of which {stop - start} are its own, along dimension "
+            f"{sharded.shard_dim(name)}. A checkpoint needs parameters that are dealt out by rows, each for itself (FSDP2, or FSDP1 "
+            "with use_orig_params=True), without replicas"
+        )
+    return start, stop
+
+
+def _flat(slot: torch.Tensor) -> torch.Tensor:
+    """A view of this rank's elements of an optimizer's state."""
+    return (slot.to_local() if isinstance(slot, DTensor) else slot).detach().view(-1)
 
 
 def _empty_slot(slot: str, param: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ("run.num_steps", "run.max_train_seconds", "checkpoint.", "observe.", "eval.", "dist.")
+MAY_CHANGE = ("run.num_steps", "run.max_train_seconds", "checkpoint.", "observe.", "eval.", "dist.", "sharding.")
 """Options that a resumed run may give anew. run.dir may differ too: a directory can be moved or named another way."""
 
 _LOCK_WAIT_S = 3.0  # a killed run's ranks are gone, and its lock with them, within a moment

@@ -103,6 +103,10 @@ class LoraSection(Section):
 
 
 class ShardingConfig(Section):
+    backend: Literal["fsdp2", "fsdp1"] = Field(
+        default="fsdp2",
+        description="PyTorch's fully_shard, or its older FullyShardedDataParallel (on several ranks); a run may resume on the other one",
+    )
     layer_classes: tuple[str, ...] = Field(
         default=(), description="module classes that become units; empty: the model's own list"
     )
