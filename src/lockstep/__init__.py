@@ -25,7 +25,7 @@ _HOMES = {
     "Modules": "sharding.policy",
     "ShardingPlan": "sharding.plan",
     "shard": "sharding.shard",
-    "Precision": "sharding.base",
+    "Precision": "sharding.precision",
     "attach": "sharding.attach",
     "fill": "sharding.fill",
     "ShardedModel": "sharding.base",
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from lockstep.sharding.policy import LayerClasses as LayerClasses
     from lockstep.sharding.policy import MinParams as MinParams
     from lockstep.sharding.policy import Modules as Modules
-    from lockstep.sharding.shard import Precision as Precision
+    from lockstep.sharding.precision import Precision as Precision
     from lockstep.sharding.shard import shard as shard
 
 
