@@ -1,7 +1,8 @@
 """A function and a number of ranks in, each rank's return value out: helps for tests of code that spans ranks.
 
 `run_ranks(2, check)` starts fresh processes over gloo and a FileStore (no ports), with one thread each and a wall-clock
-limit of its own; a rank that raises or hangs fails the test with that rank's traceback.
+limit of its own; a rank that raises or hangs fails the test with that rank's traceback. Ranks are forked from a server that has
+imported torch, transformers and peft once and done nothing with them: importing them anew costs each rank seconds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lockstep import dist as ldist
 from lockstep.config import DistConfig
 
+_PRELOAD = ["lockstep.testing", "peft", "torch.distributed.fsdp"]
+
 
 def run_ranks(
     num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90.0, agree_timeout_s: float = 20.0
@@ -41,10 +44,12 @@ def collect_ranks(
     num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90.0, agree_timeout_s: float = 20.0
 ) -> list[tuple[bool, Any]]:
     """Like `run_ranks`, but gives (True, value) or (False, traceback text) for each rank, for tests in which ranks fail."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
-        common = (str(Path(folder) / "store"), num_ranks, agree_timeout_s, fn, args, results)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        common = (str(Path(folder) / "store"), num_ranks, agree_timeout_s, fn, args, results, environment)
         ranks = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(num_ranks)]
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -82,7 +87,19 @@ def _collect(ranks: list[Any], results: Any, timeout_s: float) -> list[tuple[boo
     return [outcomes[rank] for rank in range(len(ranks))]
 
 
-def _rank_main(rank: int, store: str, size: int, agree_timeout_s: float, fn: Any, args: Any, results: Any) -> None:
+def _rank_main(
+    rank: int,
+    store: str,
+    size: int,
+    agree_timeout_s: float,
+    fn: Any,
+    args: Any,
+    results: Any,
+    environment: dict[str, str] | None = None,
+) -> None:
+    if environment is not None:  # the process has the server's, of when the first ranks were started
+        os.environ.clear()
+        os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCKSTEP_STORE=store)
     torch.set_num_threads(1)
     try:

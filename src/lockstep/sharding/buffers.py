@@ -77,7 +77,7 @@ def send_buffers(sharded: ShardedModel, names: Collection[str], tensors: Mapping
         return
     live = LiveTensors(sharded.module)
     with data_phase(world, "sending rank 0's buffers"), torch.no_grad():
-        for window in windows(chosen):
+        for window in windows(chosen, WINDOW_BYTES):
             sizes = [tensor.nbytes for tensor in window]
             message = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
             if world.is_main:
@@ -96,11 +96,11 @@ def global_rank(world: World, rank: int) -> int:
     return world.ranks[rank] if world.ranks else rank
 
 
-def windows(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """In the same order, together where they fit into `WINDOW_BYTES`; a larger one is alone."""
+def windows(parts: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
+    """In the same order, together where they fit into `most` bytes; a larger one is alone."""
     window: list[_Part] = []
     for part in parts:
-        if window and sum(each.nbytes for each in window) + part.nbytes > WINDOW_BYTES:
+        if window and sum(each.nbytes for each in window) + part.nbytes > most:
             yield window
             window = []
         window.append(part)

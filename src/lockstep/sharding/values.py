@@ -76,7 +76,7 @@ def send_from_rank0(sharded: ShardedModel, values: Values) -> None:
     agree(world, phase="sending rank 0's values", fingerprint="\n".join(lines), describe=lambda: lines)
     with data_phase(world, "sending rank 0's values"), torch.no_grad():
         deal = _Deal(sharded, values)
-        for window in windows(_segments(sharded, values.parameters)):
+        for window in windows(_segments(sharded, values.parameters), WINDOW_BYTES):
             deal.window(window)
     send_buffers(sharded, values.buffers, values.tensors)
     values.tensors.clear()
