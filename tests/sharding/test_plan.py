@@ -258,3 +258,25 @@ def test_rows_are_dealt_as_torch_chunk_deals_them(rows, size):
     dealt = [stop - start for start, stop in row_ranges(rows, 1, size)]
     wanted = [len(part) for part in torch.arange(rows).chunk(size)] if rows else []
     assert dealt == wanted + [0] * (size - len(wanted))
+
+
+def test_the_order_in_which_a_module_registered_its_buffers_does_not_count():
+    """Gemma-3 of transformers 5.1 registers its rotary tables in the order of a set, another one in each process."""
+
+    def model(*order):
+        module = nn.Linear(2, 2)
+        for name in order:
+            module.register_buffer(name, torch.zeros(2))
+        return module
+
+    plans = [plan_sharding(model(*order), MinParams(1)) for order in (("full", "sliding"), ("sliding", "full"))]
+    assert plans[0].lines() == plans[1].lines()
+    assert [tensor.name for tensor in plans[0].buffers] == ["full", "sliding"]
+
+
+def test_one_name_may_stand_for_a_list_and_nonsense_is_refused():
+    assert Modules("model.layers.*") == Modules(["model.layers.*"]) == Modules(("model.layers.*",))
+    assert LayerClasses("LlamaDecoderLayer") == LayerClasses(("LlamaDecoderLayer",))
+    for make in (lambda: Modules(()), lambda: MinParams(0)):
+        with pytest.raises(ValueError, match="at least"):
+            make()

@@ -22,7 +22,7 @@ from lockstep.errors import ModelError
 from lockstep.model.lora import reference_policy
 from lockstep.names import clean_name
 from lockstep.sharding.base import Ranges
-from lockstep.sharding.plan import ShardingPlan, ShardUnit, assign, volatile_buffers
+from lockstep.sharding.plan import ShardingPlan, ShardUnit, assign, buffers_of, volatile_buffers
 from lockstep.sharding.skeleton import unwrap, walk
 
 LiveSlot = tuple[nn.Module, str]
@@ -264,7 +264,7 @@ def plan_of(skeleton: nn.Module, units: Sequence[str]) -> ShardingPlan:
     """
     parameters = assign(skeleton.named_parameters(remove_duplicate=False), {name: name for name in units})
     kept = {name: name for name in units if name in parameters}
-    buffers = assign(skeleton.named_buffers(remove_duplicate=False), kept, volatile_buffers(skeleton))
+    buffers = assign(buffers_of(skeleton), kept, volatile_buffers(skeleton))
     return ShardingPlan(
         tuple(ShardUnit(name, tuple(parameters.get(name, ())), tuple(buffers.get(name, ()))) for name in [*kept, ""])
     )

@@ -141,7 +141,7 @@ def plan_sharding(model: nn.Module, policy: Policy | None = None) -> ShardingPla
     chosen = choose_units(tree, policy or LayerClasses())
     units_of = {name: unit for unit in chosen for name in tree.names_of(tree.nodes[unit].module)}
     parameters = assign(model.named_parameters(remove_duplicate=False), units_of)
-    buffers = assign(model.named_buffers(remove_duplicate=False), units_of, volatile=volatile_buffers(model))
+    buffers = assign(buffers_of(model), units_of, volatile=volatile_buffers(model))
     # A module whose every parameter is in a unit further down gathers nothing: it is no unit, and its buffers go to the root.
     units = [name for name in chosen if name in parameters]
     left = [tensor for name, tensors in buffers.items() if name not in units for tensor in tensors]
@@ -222,6 +222,15 @@ def _describe(tensor: torch.Tensor, names: list[str], *, is_persistent: bool) ->
         is_contiguous=tensor.is_contiguous(),
         is_persistent=is_persistent,
     )
+
+
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Like `named_buffers(remove_duplicate=False)`, but in every process in the same order: Gemma-3 of transformers 5.1
+    registers its rotary tables in the order of a set, which differs from rank to rank."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        for leaf, buffer in sorted(module._buffers.items()):
+            if buffer is not None:
+                yield (f"{name}.{leaf}" if name else leaf), buffer
 
 
 def volatile_buffers(model: nn.Module) -> set[str]:
