@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -66,6 +67,7 @@ def peak_nbytes(method: Callable[[], object]) -> int:
 
     The profiler sees every allocation, also those inside C++ and gloo; only its raw events are in order of time.
     """
+    gc.collect()  # what is freed while it counts must have been taken while it counts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         method()
     results = profiler.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]

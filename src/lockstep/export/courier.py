@@ -116,18 +116,19 @@ class Courier:
         return cut(travels, self._plan.extents, part_bytes=limit)
 
     def _start(self, exchange: Exchange, window: Window) -> Pending:
+        first = next((segment for part in window.parts for segment in part), None)
+        name = self._plan.travels[first.travel].source if first else "nothing"
         self.is_torn = True
         with torch.profiler.record_function("export::send"):
-            pending = exchange.start(window, write=self._write, place=self._place)
+            pending = exchange.start(window, write=self._write, place=self._place, phase=f"export of {name}")
         self.is_torn = False
         return pending
 
     def _finish(self, exchange: Exchange, pending: Pending) -> None:
         self.is_torn = True
-        first = next((segment for part in pending.window.parts for segment in part), None)
-        name = self._plan.travels[first.travel].source if first else "nothing"
         with torch.profiler.record_function("export::receive"):
-            exchange.finish(pending, place=self._place, phase=f"export of {name}")
+            exchange.finish(pending, place=self._place)
+        pending.works.clear()  # a finished transfer still holds its tensors
         self.is_torn = False
 
     def _gather_factors(self, group: int) -> None:

@@ -40,6 +40,8 @@ class Pending:
     """A window under way. What it needs stays alive until `wait` has returned."""
 
     window: Window
+    phase: str
+    """What a rank that is lost meanwhile was waited for in."""
     works: list[tuple[int | None, dist.Work]] = field(default_factory=list)
     """(the rank at the other end of a message, what is under way)."""
     received: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -54,11 +56,11 @@ class Exchange(Protocol):
     is_padded: bool
     """Are all parts as long as the longest?"""
 
-    def start(self, window: Window, *, write: Write, place: Place) -> Pending:
+    def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
         """Collective. Fill this rank's part and send it; memory for what comes is taken here."""
         ...
 
-    def finish(self, pending: Pending, *, place: Place, phase: str) -> None:
+    def finish(self, pending: Pending, *, place: Place) -> None:
         """Collective. When this returns, every segment of the window is in place on a rank that receives."""
         ...
 
@@ -130,10 +132,10 @@ class Messages:
         self._itemsize = itemsize
         self._staging = Staging(world.device)
 
-    def start(self, window: Window, *, write: Write, place: Place) -> Pending:
+    def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
         self.traffic.num_exchanges += 1
         self._staging.next_window()
-        pending = Pending(window)
+        pending = Pending(window, phase)
         if self._receives(self._world.rank):
             self._post_receives(pending, place)
         mine = window.parts[self._world.rank]
@@ -144,10 +146,10 @@ class Messages:
             self._keep_own(pending, mine, write, place)
         return pending
 
-    def finish(self, pending: Pending, *, place: Place, phase: str) -> None:
+    def finish(self, pending: Pending, *, place: Place) -> None:
         timeout = datetime.timedelta(seconds=self._world.timeout_s)
         for peer, work in pending.works:
-            with lost_ranks_named(self._world, phase, peer):
+            with lost_ranks_named(self._world, pending.phase, peer):
                 work.wait(timeout)
         for rank, part in pending.received.items():
             unpack(part, pending.window.parts[rank], place)
@@ -170,7 +172,8 @@ class Messages:
             else:
                 target, room = room[: sizes[rank]], room[sizes[rank] :]
                 pending.received[rank] = target
-            work = dist.irecv(target, src=_global(self._world, rank), group=self._world.data)
+            with lost_ranks_named(self._world, pending.phase, rank):
+                work = dist.irecv(target, src=_global(self._world, rank), group=self._world.data)
             pending.works.append((rank, _started(work)))
             self.traffic.bytes_received += sizes[rank]
 
@@ -179,7 +182,8 @@ class Messages:
         pending.sent = self._staging.take("send", size)
         fill(pending.sent, mine, write, self._itemsize)
         for rank in receivers:
-            work = dist.isend(pending.sent, dst=_global(self._world, rank), group=self._world.data)
+            with lost_ranks_named(self._world, pending.phase, rank):
+                work = dist.isend(pending.sent, dst=_global(self._world, rank), group=self._world.data)
             pending.works.append((rank, _started(work)))
             self.traffic.bytes_sent += size
 
@@ -202,10 +206,10 @@ class Collective:
         self._itemsize = itemsize
         self._staging = Staging(world.device)
 
-    def start(self, window: Window, *, write: Write, place: Place) -> Pending:
+    def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
         self.traffic.num_exchanges += 1
         self._staging.next_window()
-        pending = Pending(window, sent=self._staging.take("send", window.nbytes))
+        pending = Pending(window, phase, sent=self._staging.take("send", window.nbytes))
         assert pending.sent is not None
         fill(pending.sent, window.parts[self._world.rank], write, self._itemsize)
         receives = self._to == "all" or self._world.is_main
@@ -224,8 +228,8 @@ class Collective:
         pending.works.append((None, _started(work)))
         return pending
 
-    def finish(self, pending: Pending, *, place: Place, phase: str) -> None:
-        with lost_ranks_named(self._world, phase):
+    def finish(self, pending: Pending, *, place: Place) -> None:
+        with lost_ranks_named(self._world, pending.phase):
             for _, work in pending.works:
                 work.wait()
         for rank, part in pending.received.items():
