@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import torch
 import transformers
 from transformers import (
@@ -26,8 +27,14 @@ from transformers import (
     Qwen3OmniMoeForConditionalGeneration,
 )
 
+# What older versions of the libraries cannot do themselves, and so cannot be compared with.
+PEFT = tuple(int(part) for part in peft.__version__.split(".")[:2])
 HAS_GEMMA4 = hasattr(transformers, "Gemma4ForCausalLM")
 """Not in transformers 5.1 to 5.4."""
+PEFT_TAKES_PATTERNS = PEFT >= (0, 20)
+"""Before, PEFT takes a pattern of target modules apart into letters for models whose checkpoint has other names (Qwen3-Omni)."""
+PEFT_UNLOADS_THE_EMPTY = PEFT >= (0, 21)
+"""Before, PEFT cannot unload a `modules_to_save` layer whose only adapter was deleted."""
 
 WORDS: dict[str, Any] = dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 DECODER: dict[str, Any] = dict(

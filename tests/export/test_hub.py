@@ -40,7 +40,7 @@ MODELS = {
     "mixtral": helpers_models.tiny_mixtral,
     "qwen3moe": helpers_models.tiny_qwen3_moe,
     "qwen2vl": helpers_models.tiny_qwen2_vl,
-    "qwen3omni": helpers_models.tiny_qwen3_omni,
+    **({"qwen3omni": helpers_models.tiny_qwen3_omni} if helpers_models.PEFT_TAKES_PATTERNS else {}),
 }
 LORA = {
     **{key: {"target_modules": ["q_proj", "down_proj"]} for key in MODELS},
@@ -160,6 +160,9 @@ def test_modules_to_save_are_exported_under_the_plain_name(adapter, tmp_path):
     same(export(model), saved(make("llama"), tmp_path / "base"))
 
 
+@pytest.mark.skipif(
+    not helpers_models.PEFT_UNLOADS_THE_EMPTY, reason="PEFT before 0.21 cannot make what is compared with"
+)
 def test_two_adapters_are_merged_each_for_itself(tmp_path):
     model = with_lora(make("llama"), target_modules=["q_proj"], modules_to_save=["lm_head"])
     model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj", "k_proj"], modules_to_save=["norm"]))
@@ -379,6 +382,7 @@ def test_base_embeddings_are_named_only_when_asked_for():
         adapter_names(skeleton(with_lora(Odd(), target_modules=["module"]), {}), "default", with_base_embeddings=True)
 
 
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # PEFT 0.19, of a model without a folder
 def test_an_adapter_that_transformers_put_on_is_named_as_it_saves_it(tmp_path, monkeypatch):
     # transformers 5.24 asks for a newer PEFT than there is; what is under test does not depend on it.
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
