@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
+from torch import nn
 
 from lockstep.dist import agree, exchange_lines, gather_bytes
 from lockstep.errors import IncompleteExport, RankMissing
@@ -21,7 +22,7 @@ from lockstep.export.exchange import Traffic
 from lockstep.export.hub import to_hub
 from lockstep.export.merge import merge_elements, merge_scratch
 from lockstep.export.plan import plan_export
-from lockstep.export.what import Delivery, Export, ExportPlan
+from lockstep.export.what import AdapterExport, Delivery, Export, ExportPlan, FullExport, MergedExport
 from lockstep.sharding.base import Destination, ShardedModel
 from lockstep.types import Bucket, Manifest
 
@@ -187,6 +188,12 @@ def export_weights(
     arrive in (rounded once, after merging; None: each tensor's own). Refusals (`IncompleteExport`) come before any collective,
     on every rank alike.
     """
+    if isinstance(sharded, nn.Module):
+        raise TypeError(
+            f"export_weights takes what lockstep.attach(model) or lockstep.shard(model) returns; a {type(sharded).__name__} came"
+        )
+    if not isinstance(what, AdapterExport | MergedExport | FullExport):
+        raise TypeError(f"what must be an AdapterExport, a MergedExport or a FullExport; {what!r} came")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, {bucket_bytes} came")
     if to not in ("all", 0):

@@ -35,12 +35,19 @@ class LayerClasses:
 
     names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", _as_tuple(self.names))
+
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
     """One unit per lowest module that has at least so many parameters: never nested, never inside a PEFT layer."""
 
     num_params: int = DEFAULT_MIN_PARAMS
+
+    def __post_init__(self) -> None:
+        if self.num_params < 1:
+            raise ValueError(f"MinParams: at least 1 parameter is expected, {self.num_params} came")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,18 @@ class Modules:
     """
 
     globs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "globs", _as_tuple(self.globs))
+        if not self.globs:
+            raise ValueError(
+                "Modules: at least one glob is expected; without units of its own a model is one unit, the root"
+            )
+
+
+def _as_tuple(names: str | Iterable[str]) -> tuple[str, ...]:
+    """One name may stand for a list of one; its letters are not names."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 Policy = LayerClasses | MinParams | Modules
