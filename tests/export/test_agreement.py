@@ -176,7 +176,7 @@ def test_every_rank_says_the_same_difference(num_ranks, tmp_path):
     for other in others:
         assert other == first
     for case, text in first.items():
-        both = rf"first at entry \d+: rank 0 has '.*', rank {num_ranks - 1} has '.*'"
+        both = rf"first at entry \d+: rank 0 has ['\"].*['\"], rank {num_ranks - 1} has ['\"]"
         assert re.search(both, text), (case, text)
         assert re.search(QUOTED[case], text), (case, text)
 
