@@ -2,7 +2,7 @@
 
 The live model is only read. At most `bucket_bytes` plus the largest tensor are held at a time on a rank that receives
 (FSDP1: plus the largest unit instead, since a unit's bytes lie evenly on the ranks and a tensor's do not), and about
-`bucket_bytes / 4` on one that does not. Layers that PEFT itself merges (see docs) take what its merge takes on top.
+`bucket_bytes / 8` on one that does not. Layers that PEFT itself merges (see docs) take what its merge takes on top.
 """
 
 from __future__ import annotations
