@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import lockstep
 from helpers_loop import make_model_folder, recipe
+from helpers_matrix import Cell, build, collect, difference, read_reference, write_reference
 from helpers_sharded import randomise_b, save_model, shard_folder
 from lockstep import dist
 from lockstep.config import DistConfig, LoraSection, build_config
@@ -111,3 +113,43 @@ def test_engine_equals_generate_and_a_plain_forward(model):
     samples = engine.generate(prompts, sampling, num_samples=4, draw=Draw(1, 2))
     again = engine.generate(prompts, sampling, num_samples=4, draw=Draw(1, 2))
     assert [sample.ids for sample in samples] == [sample.ids for sample in again]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "embed-and-head"])
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
+def test_exports_equal_the_cpu_references(tmp_path, backend, adapter, dtypes):
+    """Adapter and full exports to the bit. Merged by PEFT itself on the CPU: to the bit as well; by rows on the device: cuBLAS
+    sums B @ A in another order than MKL, so an element may round to the neighbouring value."""
+    cell = Cell("llama", adapter, dtypes, backend)
+    folder = write_reference(cell, tmp_path)
+    sharded = lockstep.shard(build(cell).cuda(), backend=backend)
+    try:
+        for kind, what in {"adapter": lockstep.AdapterExport(), "full": lockstep.FullExport()}.items():
+            came = {name: tensor.cpu() for name, tensor in collect(sharded, what).items()}
+            assert not difference(came, read_reference(folder, kind, "default"))
+        merged = {name: tensor.cpu() for name, tensor in collect(sharded, lockstep.MergedExport()).items()}
+        wanted = read_reference(folder, "merged", "default")
+        if adapter == "dora":
+            assert not difference(merged, wanted)
+        step = 2**-22 if dtypes == "fp32" else 2**-7
+        for name, tensor in merged.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=step, atol=1e-6)
+    finally:
+        dist.stop(sharded.world)
+
+
+def test_collectives_move_windows_on_nccl(tmp_path):
+    """One rank cannot show much of NCCL; that its collectives take the windows as they are cut, it can."""
+    cell = Cell("llama", "lora", "fp32", "fsdp2")
+    folder = write_reference(cell, tmp_path)
+    sharded = lockstep.shard(build(cell).cuda())
+    try:
+        for to in ("all", 0):
+            came = collect(sharded, lockstep.FullExport(), bucket_bytes=4096, to=to)
+            assert all(tensor.is_cuda for tensor in came.values())
+            assert not difference(
+                {name: tensor.cpu() for name, tensor in came.items()}, read_reference(folder, "full", "")
+            )
+    finally:
+        dist.stop(sharded.world)
