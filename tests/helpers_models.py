@@ -46,7 +46,8 @@ DECODER: dict[str, Any] = dict(
     max_position_embeddings=256,
 )
 EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-OMNI_TARGETS = r"thinker\.model\.language_model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj"
+# The language tower lies in thinker.model itself in transformers 5.1.
+OMNI_TARGETS = r"thinker\.model\.(language_model\.)?layers\.\d+\.self_attn\.(q|k|v|o)_proj"
 """LoRA in the language tower only: the audio and vision towers have modules of the same last names."""
 
 
