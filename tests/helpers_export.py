@@ -130,7 +130,7 @@ def counted_wire(control: dist.ProcessGroup | None) -> Iterator[Wire]:
             wire.sent += args[0].nbytes
         elif name == "irecv":
             wire.received += args[0].nbytes
-        elif name == "all_gather_into_tensor":
+        elif name in ("all_gather_into_tensor", "all_gather_single"):
             wire.sent += others * args[1].nbytes
             wire.received += others * args[1].nbytes
         elif name == "gather":
@@ -147,8 +147,11 @@ def counted_wire(control: dist.ProcessGroup | None) -> Iterator[Wire]:
 
         return call
 
+    # torch 2.13 renamed one of them, and calls the new one from the old.
+    renamed = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     movers = [
-        *("isend", "irecv", "send", "recv", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather"),
+        renamed,
+        *("isend", "irecv", "send", "recv", "all_gather", "all_gather_object", "gather"),
         *("broadcast", "broadcast_object_list", "all_reduce", "reduce", "scatter", "reduce_scatter_tensor", "barrier"),
         *("all_to_all", "all_to_all_single", "batch_isend_irecv"),
     ]

@@ -37,6 +37,7 @@ _HOMES = {
     "FullExport": "export.what",
     "strip": "model.strip",
     "text_config": "model.text_config",
+    "init_adapter": "model.lora",
     "errors": "",
 }
 """Public name -> the module it lives in; "" for a module of the package itself."""
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from lockstep.export.what import AdapterExport as AdapterExport
     from lockstep.export.what import FullExport as FullExport
     from lockstep.export.what import MergedExport as MergedExport
+    from lockstep.model.lora import init_adapter as init_adapter
     from lockstep.model.strip import strip as strip
     from lockstep.model.text_config import text_config as text_config
     from lockstep.sharding.attach import attach as attach
@@ -73,4 +75,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted(["__version__", *_HOMES])

@@ -23,3 +23,13 @@ def while_recomputing() -> Iterator[None]:
             "ignore", message="`gradient_checkpointing_enable` is deprecated", category=FutureWarning
         )
         yield
+
+
+@contextmanager
+def while_planning() -> Iterator[None]:
+    """PEFT 0.21 writes rank and alpha patterns of its own for fused experts, and then warns of those that match no module."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=r"The following (rank|alpha)_pattern keys did not match", category=RuntimeWarning
+        )
+        yield

@@ -152,3 +152,28 @@ def check_own_fault(world: World, folder: str) -> None:
 
 def test_a_rank_that_fails_inside_a_gather_leaves(folders):
     run_ranks(2, check_own_fault, folders[0])
+
+
+def check_misuse(world: World, folder: str) -> None:
+    sharded = shard_folder(world, folder, LORA)
+    stream = export_weights(sharded, AdapterExport())
+    with stream:
+        assert sum(bucket.nbytes for bucket in stream)
+    with pytest.raises(RuntimeError, match="used once"), stream:
+        pass
+    for what, options, error in (
+        ("adapter", {}, TypeError),
+        (AdapterExport(), {"to": 1}, ValueError),
+        (AdapterExport(), {"to": False}, ValueError),
+        (AdapterExport(), {"dtype": "bf16"}, ValueError),
+        (AdapterExport(), {"dtype": torch.int8}, ValueError),
+        (AdapterExport(), {"bucket_bytes": 0}, ValueError),
+    ):
+        with pytest.raises(error, match="came"):
+            export_weights(sharded, what, **options)
+    with pytest.raises(TypeError, match="attach"):
+        export_weights(sharded.module, AdapterExport())
+
+
+def test_misuse_is_told(folders):
+    run_ranks(1, check_misuse, folders[0])

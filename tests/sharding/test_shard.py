@@ -276,3 +276,19 @@ def check_differences(world: World) -> None:
 
 def test_ranks_that_differ_all_raise_before_wrapping():
     run_ranks(2, check_differences, timeout_s=120)
+
+
+def test_misspelt_words_and_wrong_things_are_told():
+    """None of them may stand for the last of several branches."""
+    with pytest.raises(ValueError, match=r"backend must be one of .*'fsdp3'"):
+        lockstep.shard(tiny_llama(), backend="fsdp3")
+    with pytest.raises(ValueError, match=r"mixed_dtypes must be one of .*'aligned'"):
+        lockstep.shard(tiny_llama(), mixed_dtypes="aligned")
+    with pytest.raises(TypeError, match="NoneType"):
+        lockstep.shard(None)
+    with pytest.raises(TypeError, match="NoneType"):
+        lockstep.attach(None)
+    with pytest.raises(TypeError, match="'layers'"):
+        lockstep.plan_sharding(tiny_llama(), "layers")
+    with pytest.raises(TypeError, match=r"LlamaForCausalLM"):
+        lockstep.fill(tiny_llama(), "anywhere")

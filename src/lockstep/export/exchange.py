@@ -21,7 +21,7 @@ from lockstep.export.schedule import Segment, Window
 from lockstep.sharding.base import Destination
 
 # torch 2.13 renamed all_gather_into_tensor and warns of the old name; 2.12 and before have no other.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 Write = Callable[[Sequence[Segment], Sequence[torch.Tensor]], None]
 """(segments, their bytes): write this rank's elements of each segment there."""
@@ -222,7 +222,7 @@ class Collective:
             self.traffic.bytes_received += window.nbytes * (self._world.size - 1)
         if self._to == "all":
             assert whole is not None
-            work = _all_gather(whole, pending.sent, group=self._world.data, async_op=True)
+            work = getattr(dist, _ALL_GATHER)(whole, pending.sent, group=self._world.data, async_op=True)
             self.traffic.bytes_sent += window.nbytes * (self._world.size - 1)
         else:
             parts = list(pending.received.values()) if receives else None

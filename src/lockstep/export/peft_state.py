@@ -51,14 +51,18 @@ class PeftState:
     def adapter(self, asked: str | None) -> str:
         """The adapter that is meant. Raises `IncompleteExport` for one that does not exist, or when None is not clear."""
         there = sorted(self.configs)
+        if not there:
+            raise IncompleteExport("the model has no adapter; FullExport() exports a model without one")
         if asked is None:
             active = sorted({name for _, copy in self._pairs for name in _listed(copy.__dict__.get("_active_adapter"))})
             asked = there[0] if len(there) == 1 else active[0] if len(active) == 1 else None
             if asked is None:
-                raise IncompleteExport(f"which adapter? The model has {there}, of which {active} are active; name one")
+                raise IncompleteExport(
+                    f"which adapter? The model has {there}, of which {active} are active: name one, as in "
+                    "MergedExport(adapter='...')"
+                )
         if asked not in there:
-            what = f"the model has {there}" if there else "the model has none; FullExport() exports a model without one"
-            raise IncompleteExport(f"adapter {asked!r} does not exist; {what}")
+            raise IncompleteExport(f"adapter {asked!r} does not exist; the model has {there}")
         return asked
 
 

@@ -44,6 +44,7 @@ class WeightStream:
         self._arrivals = self._courier.arrivals()
         self._buckets = self._gather_all()
         self._is_open = False
+        self._is_used = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -59,7 +60,10 @@ class WeightStream:
         return self.plan.manifest(version)
 
     def __enter__(self) -> WeightStream:
-        """Collective: ranks agree on the plan."""
+        """Collective: ranks agree on the plan. Raises `RuntimeError` for a stream that was used before: it would give nothing."""
+        if self._is_used:
+            raise RuntimeError("a weight stream is used once; call export_weights again")
+        self._is_used = True
         world = self._sharded.world
         agree(
             world,
@@ -196,10 +200,10 @@ def export_weights(
         raise TypeError(f"what must be an AdapterExport, a MergedExport or a FullExport; {what!r} came")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, {bucket_bytes} came")
-    if to not in ("all", 0):
+    if to not in ("all", 0) or isinstance(to, bool):
         raise ValueError(f'to must be "all" or 0, {to!r} came')
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating dtype or None, {dtype} came")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating torch.dtype or None, {dtype!r} came")
     plan = plan_export(sharded, what, bucket_bytes=bucket_bytes, dtype=dtype)
     for note in plan.notes:
         _tell(note)

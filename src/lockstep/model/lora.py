@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config import LoraSection
 from lockstep.errors import ModelError
-from lockstep.known_warnings import while_injecting
+from lockstep.known_warnings import while_injecting, while_planning
 from lockstep.model.load import ModelFiles, read_tensor
 from lockstep.model.peft_tree import adapter_names
 from lockstep.names import checkpoint_name, is_adapter_name
@@ -61,6 +61,19 @@ def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int, files: 
     return peft_model
 
 
+def init_adapter(model: nn.Module, adapter: str = ADAPTER, *, seed: int = 0) -> None:
+    """Give an adapter that is on meta (its base being on meta) its start values, by PEFT's own initialisation, on the CPU.
+
+    Not collective: every rank makes the same values from the same seed, and sharding cuts each rank's own. For
+    `get_peft_model(model_on_meta, config)`, before `lockstep.shard` and `lockstep.fill`. Raises `ModelError` for what PEFT cannot
+    initialise on an empty base (DoRA's magnitude, which is the base's norm).
+    """
+    configs = getattr(model, "peft_config", {})
+    if adapter not in configs:
+        raise ModelError(f"adapter {adapter!r} does not exist; the model has {sorted(configs)}")
+    _materialise(cast(PeftModel, model), adapter, cast(LoraConfig, configs[adapter]), seed=seed)
+
+
 def inject_empty_lora(model: PreTrainedModel, lora: LoraSection, *, target_parameters: Sequence[str] = ()) -> PeftModel:
     """The same layers on an empty model with the adapter empty too: shapes and dtypes to plan with, at no cost.
 
@@ -76,7 +89,7 @@ def inject_empty_lora(model: PreTrainedModel, lora: LoraSection, *, target_param
             raise ModelError(f"target parameter {target!r} matches no parameter of the model; near it there are {near}")
     if target_parameters:
         config.target_parameters = [*(config.target_parameters or []), *target_parameters]
-    with torch.device("meta"):
+    with torch.device("meta"), while_planning():
         return _inject(model, config)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ModelError
 
@@ -60,6 +61,9 @@ def strip(model: nn.Module, names: Sequence[str] | None = None) -> StripReport:
     """
     if isinstance(names, str):
         raise ModelError(f"strip takes a list of module names; the text {names!r} came, give [{names!r}]")
+    sharded = next((name for name, param in model.named_parameters() if _is_sharded(param)), None)
+    if sharded is not None:
+        raise ModelError(f"strip: {sharded} is sharded already; strip before sharding")
     wanted = (getattr(model, DECLARED, None) or ()) if names is None else names
     found = list(dict.fromkeys(_resolve(model, name) for name in wanted))
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
@@ -70,6 +74,10 @@ def strip(model: nn.Module, names: Sequence[str] | None = None) -> StripReport:
     if outermost:
         model.__dict__[_RECORD] = (*model.__dict__.get(_RECORD, ()), report)
     return report
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor) or type(param).__name__ == "FlatParameter"
 
 
 def stripped_from(model: nn.Module) -> list[StripReport]:

@@ -51,6 +51,10 @@ def attach(model: nn.Module, *, timeout_s: float = 60.0) -> ShardedModel:
     model), `RanksDisagree` on every rank, naming the first difference, when the ranks' models do not fit together, and
     `RankMissing` naming a rank that does not come within `timeout_s` (later waits have the limits of `ShardedModel.world`).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"attach takes the model that the trainer wrapped (a torch module); a {type(model).__name__} came"
+        )
     found = _look(model)
     world = current_world(ranks=found.ranks, group=found.group, device=found.device, timeout_s=timeout_s)
     made: LiveModel | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lockstep.dist import World, agree, all_or_none
 from lockstep.errors import ModelError
@@ -41,6 +42,8 @@ def fill(
     missing, misshapen or of a dtype that cannot be cast, and for an adapter without values; `RanksDisagree` when ranks have other plans.
     `attention` is used only where the model must be built (missing buffers) or loaded whole.
     """
+    if isinstance(sharded, nn.Module):
+        raise TypeError(f"fill takes what lockstep.shard(model) returns; a {type(sharded).__name__} came")
     world = sharded.world
     # Values written beside what a forward left gathered would not be seen by the next one (pytorch#131965).
     sharded.settle()

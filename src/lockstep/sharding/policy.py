@@ -148,6 +148,8 @@ def choose_units(tree: ModuleTree, policy: Policy) -> list[str]:
             chosen = _by_size(tree, num_params)
         case Modules(globs):
             chosen = _by_glob(tree, globs)
+        case _:
+            raise TypeError(f"a policy is LayerClasses(), MinParams(n) or Modules(globs); {policy!r} came")
     apart = [name for name in chosen if not tree.shared_beyond(name)]
     joined = [name for name in chosen if name not in set(apart)]
     if joined and not isinstance(policy, MinParams):

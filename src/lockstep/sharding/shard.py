@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,9 @@ def shard(
     Raises before anything is wrapped: `ModelError` naming what cannot be, `RanksDisagree` naming the first difference,
     `RankMissing`.
     """
+    _check_words("backend", backend, get_args(Backend))
+    _check_words("mixed_dtypes", mixed_dtypes, (None, *get_args(Rule)))
+    _refuse_wrapped(model)
     plan = plan or plan_sharding(model)
     wrapping = Wrapping(backend, precision or Precision(), reshard_after_forward, use_orig_params, cpu_offload)
     world = _world(model, mesh, timeout_s)
@@ -154,6 +157,20 @@ def _refuse_mesh(wrapping: Wrapping, mesh: DeviceMesh | None) -> None:
         raise ModelError(f"the mesh {mesh.mesh.tolist()} has replicas and nothing to shard over; {DRIFTING}")
 
 
+def _check_words(what: str, word: object, known: Sequence[object]) -> None:
+    """A misspelt word must not stand for the last of several branches."""
+    if word not in known:
+        raise ValueError(f"{what} must be one of {list(known)}; {word!r} came")
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard takes a model (a torch module); a {type(model).__name__} came")
+    inside = [name for name, each in model.named_modules() if is_wrapped_by_fsdp1(each) or is_wrapped_by_fsdp2(each)]
+    if inside:
+        raise ModelError(f"{inside[0] or 'the model'} is sharded already; use attach")
+
+
 def _refuse(model: nn.Module, plan: ShardingPlan, wrapping: Wrapping, device: torch.device) -> None:
     """Raises `ModelError` for what this backend cannot wrap, before any rank talks to another."""
     wrapping.precision.check(wrapping.backend)
@@ -165,9 +182,6 @@ def _refuse(model: nn.Module, plan: ShardingPlan, wrapping: Wrapping, device: to
     why = why_not_lora(model)
     if why:
         raise ModelError(why)
-    inside = [name for name, each in model.named_modules() if is_wrapped_by_fsdp1(each) or is_wrapped_by_fsdp2(each)]
-    if inside:
-        raise ModelError(f"{inside[0] or 'the model'} is sharded already; use attach")
     wrapper = next((name for name, each in model.named_modules() if type(each).__name__ == "ParamWrapper"), None)
     if wrapper is not None and wrapping.backend == "fsdp1":
         raise ModelError(
