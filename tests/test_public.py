@@ -27,4 +27,6 @@ def test_an_unknown_name_tells_the_known_ones():
 
 def test_the_package_itself_is_light():
     code = "import sys, lockstep; print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

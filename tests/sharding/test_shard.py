@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+import lockstep
 from helpers_models import tiny_gemma3, tiny_gpt2
 from helpers_sharded import check_holds, whole_of
 from lockstep.dist import World
