@@ -294,3 +294,23 @@ def test_sources_that_are_none_are_told(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         run(["plan", str(tmp_path), "--world-size", "0"])
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"num_attention_heads": 5}, "hidden size (32) is not a multiple of the number of attention heads (5)"),
+        ({"num_attention_heads": 0}, "zero"),
+        ({"num_key_value_heads": 0}, "cannot build the model: ZeroDivisionError"),
+        ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
+        ({"vocab_size": None}, "'vocab_size' expected int, got NoneType"),
+        ({"hidden_act": "nope"}, "cannot build the model: KeyError: 'nope'"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a number that is not negative"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_told_with_its_file(field, message, save, capsys):
+    file = Path(save(tiny_llama())) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **field}))
+    assert run(["plan", str(file), "--world-size", "2"]) == 2
+    said = capsys.readouterr().err
+    assert message in said and str(file) in said

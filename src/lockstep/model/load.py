@@ -23,11 +23,12 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from lockstep.errors import ModelError
+from lockstep.model.outline import read_config
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +59,7 @@ def find_model(path: str) -> ModelFiles:
         raise ModelError(
             f"model.path {path!r} holds no config.json; found {_listing(folder)}. Give a folder that save_pretrained wrote"
         )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder / 'config.json'} is not a configuration that transformers knows: {error}") from error
-    return ModelFiles(folder, config, _weight_index(folder))
+    return ModelFiles(folder, read_config(folder, folder / "config.json"), _weight_index(folder))
 
 
 def find_weights(path: str | Path) -> ModelFiles:
@@ -99,8 +96,8 @@ def build_empty(files: ModelFiles, *, dtype: torch.dtype, attention: str) -> Pre
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except (ValueError, ImportError) as error:
-        raise ModelError(f"{files.path}: cannot build the model: {error}") from error
+    except (ValueError, ImportError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise ModelError(f"{files.path}: cannot build the model: {type(error).__name__}: {error}") from error
     model.tie_weights()
     return model.eval()
 
