@@ -42,6 +42,12 @@ def check_agreement(world: World) -> None:
     with pytest.raises(RanksDisagree, match=r"rank 0 has 'agreement 4: export', rank 1 has 'agreement 4: checkpoint'"):
         say(world, "export" if world.rank == 0 else "checkpoint", ["a"])
     say(world, "plan", ["still usable"])
+    with pytest.raises(
+        RanksDisagree, match=r"rank 0 has '[.]{3}a{60}ba{99}[.]{3}', rank 1 has '[.]{3}a{60}ca{99}[.]{3}'$"
+    ):
+        say(world, "plan", ["a" * 3000 + ("b" if world.rank == 0 else "c") + "a" * 3000])
+    with pytest.raises(RanksDisagree, match=r"rank 0 has 'a{150}', rank 1 has '[.]{3}a{60}b{60}'$"):
+        say(world, "plan", ["a" * 150 + "b" * 60 * world.rank])
 
 
 def check_sums(world: World) -> None:

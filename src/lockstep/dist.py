@@ -30,6 +30,9 @@ _PHASE_KEY = "lockstep/phase/{rank}"
 _GAVE_UP_KEY = "lockstep/gave-up/{phases}/{rank}"
 _ROLL_CALL_S = 2.0
 """How long a rank that lost somebody waits for the others to have noticed too: who has not is whom they all miss."""
+_LONG_LINE = 200
+"""Characters up to which a line that differs is told whole; of a longer one, this many before and after the difference:"""
+_SHOWN_BEFORE, _SHOWN_AFTER = 60, 100
 _STORE_IS_GONE = "the store that the ranks met in does not answer: whoever hosts it (rank 0, or the launcher) is gone"
 
 
@@ -58,6 +61,8 @@ class World:
     """How many phases this rank has announced: a rank that has announced fewer is behind."""
     phase: str = "start-up"
     """The phase announced last."""
+    is_exporting: bool = False
+    """A weight stream is open here. Another one inside it would meet ranks that are not in the consumer's loop."""
 
     @property
     def is_main(self) -> bool:
@@ -194,10 +199,22 @@ def _first_difference(lines_by_rank: list[list[str]], phase: str) -> str:
             left = reference[index] if index < len(reference) else "(nothing: its list ends here)"
             right = lines[index] if index < len(lines) else "(nothing: its list ends here)"
             if left != right:
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+                )
+                left, right = _around(left, at), _around(right, at)
                 return (
                     f"ranks disagree in {phase}, first at entry {index}: rank 0 has {left!r}, rank {rank} has {right!r}"
                 )
     return f"ranks disagree in {phase}, but what they describe is equal: their fingerprints cover something that is not described"
+
+
+def _around(line: str, at: int) -> str:
+    """A short line whole; of a long one what stands around the character `at`, where two lines begin to differ."""
+    if len(line) <= _LONG_LINE:
+        return line
+    start, stop = max(at - _SHOWN_BEFORE, 0), at + _SHOWN_AFTER
+    return ("..." if start else "") + line[start:stop] + ("..." if stop < len(line) else "")
 
 
 @contextmanager
