@@ -177,3 +177,31 @@ def check_misuse(world: World, folder: str) -> None:
 
 def test_misuse_is_told(folders):
     run_ranks(1, check_misuse, folders[0])
+
+
+def check_nested(world: World, folder: str) -> None:
+    """A consumer that opens a stream in its loop: ranks that receive nothing would never open theirs."""
+    sharded = shard_folder(world, folder, LORA)
+    for to in (0, "all"):
+        began = time.monotonic()
+        receives = world.is_main or to == "all"
+        error, said = (RuntimeError, "^another weight stream .* finish the other stream first") if receives else (
+            IncompleteExport, "rank 0's consumer raised RuntimeError: another weight stream")  # fmt: skip
+        with (
+            pytest.raises(error, match=said),
+            export_weights(sharded, MergedExport(), to=to, bucket_bytes=4096) as outer,
+        ):
+            for _ in outer:
+                collect(sharded, AdapterExport(), to=to)
+        assert time.monotonic() - began < 10
+        assert bool(collect(sharded, AdapterExport(), to=to)) == receives
+    # What was refused may be opened once the other one is done.
+    later = export_weights(sharded, AdapterExport())
+    with export_weights(sharded, AdapterExport()), pytest.raises(RuntimeError, match="finish the other"):
+        later.__enter__()
+    with later:
+        assert sum(bucket.nbytes for bucket in later)
+
+
+def test_a_stream_inside_a_stream_is_refused(folders):
+    run_ranks(2, check_nested, folders[0])

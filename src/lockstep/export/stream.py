@@ -60,11 +60,16 @@ class WeightStream:
         return self.plan.manifest(version)
 
     def __enter__(self) -> WeightStream:
-        """Collective: ranks agree on the plan. Raises `RuntimeError` for a stream that was used before: it would give nothing."""
+        """Collective: ranks agree on the plan. Raises `RuntimeError`, at once and on this rank, for a stream that was used before
+        (it would give nothing) and while another is open (ranks that receive nothing never come here)."""
+        world = self._sharded.world
         if self._is_used:
             raise RuntimeError("a weight stream is used once; call export_weights again")
+        if world.is_exporting:
+            raise RuntimeError(
+                "another weight stream of these ranks is open: finish the other stream first, then open this one"
+            )
         self._is_used = True
-        world = self._sharded.world
         agree(
             world,
             phase="export",
@@ -72,7 +77,7 @@ class WeightStream:
             describe=lambda: [f"to {self._to}", *self.plan.lines()],
         )
         self._sharded.settle()
-        self._is_open = True
+        self._is_open = world.is_exporting = True
         return self
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -86,7 +91,7 @@ class WeightStream:
 
         The latter cannot take part any more: it leaves at once, and the others are told when its connection closes.
         """
-        self._is_open = False
+        self._is_open = self._sharded.world.is_exporting = False
         if isinstance(error, RankMissing) or self._courier.is_torn:
             return
         for arrived in self._arrivals:
@@ -165,7 +170,7 @@ class WeightStream:
         """Cast to the wire dtype; raises `IncompleteExport` if what came out is not what the plan promised."""
         out = []
         for spec, (name, value) in zip(delivery.outputs, made, strict=True):
-            value = value.to(spec.dtype)
+            value = value if value.dtype == spec.dtype else value.to(spec.dtype)
             if name != spec.name or tuple(value.shape) != spec.shape:
                 raise IncompleteExport(f"planned {spec}, made {name!r} {value.dtype} {list(value.shape)}")
             out.append((name, value))
