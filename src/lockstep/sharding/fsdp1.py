@@ -7,9 +7,9 @@ follow from the flat parameter's own account of what it flattened.
 into one equal part per rank; *part* what one rank has of it.
 
 Private attributes relied on (alike in torch 2.6, 2.9 and 2.13): of a wrapper `_handle`, `_inter_node_pg`, `_sync_gradients`; of a
-handle `flat_param`, `process_group`, `uses_sharded_strategy`, `_use_orig_params`; of a flat parameter `_local_shard` (from the
-first forward on), `_sharded_size`, `_shapes`, `_contiguities`, `_fqns`, `_param_infos`, `_shared_param_infos`,
-`_numels_with_padding`, `_is_padding_mask`, `_param_extensions`, `_params`.
+handle `flat_param`, `process_group`, `uses_sharded_strategy`, `_use_orig_params`, `_fwd_bwd_param_dtype`; of a flat parameter
+`_local_shard` (from the first forward on), `_sharded_size`, `_shapes`, `_contiguities`, `_fqns`, `_param_infos`,
+`_shared_param_infos`, `_numels_with_padding`, `_is_padding_mask`, `_param_extensions`, `_params`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class FlatShard:
     """Where this rank's elements lie in its part of the flat parameter."""
     mirrors: tuple[int, ...]
     is_owner: bool
+    dtype: torch.dtype
+    """In full precision."""
     dim: int = 0
 
     @property
@@ -84,6 +86,10 @@ class FlatShard:
         handle = cast(Any, self.wrapper)._handle
         if handle is None or handle.flat_param is not self.flat:
             return False
+        # A gathered flat parameter may show the dtype that is computed in.
+        kept = self.flat._local_shard if hasattr(self.flat, "_local_shard") else self.flat
+        if kept.dtype is not self.dtype or self.flat.dtype not in (self.dtype, handle._fwd_bwd_param_dtype):
+            return False
         if not handle._use_orig_params:
             return True
         info = self.flat._param_infos[self.index]
@@ -96,6 +102,7 @@ class FSDP1Model(LiveModel):
     """`ShardedModel` over FSDP1, whoever wrapped the model: any sharding strategy, original parameters kept or not."""
 
     evens_out: Literal["tensor", "unit"] = "unit"
+    _casts_buffers = True  # to MixedPrecision's buffer_dtype, before the first forward
 
     def __init__(
         self, module: nn.Module, world: World, *, plan: ShardingPlan | None = None, empty: Collection[str] = ()
@@ -123,6 +130,11 @@ class FSDP1Model(LiveModel):
         for tensor in plan.parameters:
             path, _, attr = tensor.name.rpartition(".")
             flat = held.get((id(lives[path]), attr))
+            if flat is None and tensor.name not in plain:
+                raise ModelError(
+                    f"{tensor.name} is shared by modules of two FSDP1 units, and only one of them gathers it: put both into one unit, "
+                    "or untie them"
+                )
             holdings[tensor.name] = plain[tensor.name] if flat is None else flat
         super().__init__(module, copy, plan, world, holdings, empty=empty)
 
@@ -259,7 +271,8 @@ def _shard(
     flat = handle.flat_param
     if len(holders) == 1:
         everything, mirrors = slice(offset, offset + numel), (0,) * world.size
-        return FlatShard(wrapper, flat, index, whole_ranges(numel, world.size), everything, mirrors, world.is_main)
+        ranges = whole_ranges(numel, world.size)
+        return FlatShard(wrapper, flat, index, ranges, everything, mirrors, world.is_main, local_part(flat).dtype)
     part: int = flat._sharded_size.numel()
     bounds: list[int] = [min(max(position * part - offset, 0), numel) for position in range(len(holders) + 1)]
     dealt: Ranges = tuple(pairwise(bounds))
@@ -274,6 +287,7 @@ def _shard(
         slice(begin, begin + stop - start),
         mirrors,
         world.rank in holders,
+        local_part(flat).dtype,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -40,6 +40,11 @@ class RowShard:
     is_owner: bool
     fill_device: torch.device
     """Where a parameter that is on meta gets its memory."""
+    _made_as: tuple[torch.dtype, torch.Size] = field(init=False)
+    """Of the whole tensor: `Module.to` and `.data =` change them and leave the object."""
+
+    def __post_init__(self) -> None:
+        self._made_as = (self.trained.dtype, self.trained.shape)
 
     @property
     def layout(self) -> str:
@@ -62,7 +67,9 @@ class RowShard:
             self._replace(torch.empty_like(local, device=self.fill_device))
 
     def is_current(self) -> bool:
-        return all(live._parameters.get(attr) is self.trained for live, attr in self.slots)
+        param = self.trained
+        is_there = all(live._parameters.get(attr) is param for live, attr in self.slots)
+        return is_there and (param.dtype, param.shape) == self._made_as
 
     def _local(self) -> torch.Tensor:
         # The sharded parameter keeps its part also while FSDP2 shows the whole tensor in its slot.

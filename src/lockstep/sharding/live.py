@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,8 +27,6 @@ from lockstep.sharding.plan import ShardingPlan, ShardUnit, assign, buffers_of, 
 from lockstep.sharding.skeleton import unwrap, walk
 
 LiveSlot = tuple[nn.Module, str]
-_GROWING = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-"""Containers that get new entries, of which an old plan knows nothing (PEFT's, one per adapter)."""
 
 
 class Holding(Protocol):
@@ -75,6 +74,9 @@ class Holding(Protocol):
 class LiveModel:
     """The part of `ShardedModel` that does not depend on the backend."""
 
+    _casts_buffers = False
+    """Does the backend itself change the buffers' dtype later on?"""
+
     def __init__(
         self,
         module: nn.Module,
@@ -102,8 +104,12 @@ class LiveModel:
         self._buffers = {
             f"{name}.{attr}" if name else attr: (live, attr) for name, live in walk(module) for attr in live._buffers
         }
-        self._edges = _edges(module)
-        self._containers = _containers(module)
+        self._contents = _contents(module, plan)
+        self._buffer_kinds = [
+            (*self._buffers[each.name], None if self._casts_buffers else each.dtype, torch.Size(each.shape))
+            for each in plan.buffers
+            if each.is_persistent
+        ]
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         out: dict[int, tuple[str, nn.Parameter]] = {}
@@ -197,8 +203,8 @@ class LiveModel:
 
     def is_current(self) -> bool:
         return (
-            all(children.get(key) is child for children, key, child in self._edges)
-            and all(len(entries) == num for entries, num in self._containers)
+            all(contents.is_current() for contents in self._contents)
+            and all(_is_like(live._buffers.get(attr), *kind) for live, attr, *kind in self._buffer_kinds)
             and all(holding.is_current() for holding in self._holdings.values())
         )
 
@@ -270,12 +276,58 @@ def plan_of(skeleton: nn.Module, units: Sequence[str]) -> ShardingPlan:
     )
 
 
-def _edges(module: nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """(the parent's children, key, child) throughout the tree."""
-    return [(each._modules, key, child) for each in module.modules() for key, child in each._modules.items()]
+@dataclass(slots=True)
+class _Contents:
+    """What a live module had in it when the plan was made."""
+
+    module: nn.Module
+    children: Mapping[str, nn.Module | None]
+    parameters: frozenset[str]
+    """Names that the plan knows; FSDP1 takes some off while it has them gathered."""
+    num_buffers: int
+    buffers: frozenset[str]
+    """Those that are saved. Modules make themselves caches as others, whenever they like."""
+
+    def is_current(self) -> bool:
+        """Nothing added, removed or replaced. Parameters that are known are their holdings' business."""
+        module = self.module
+        return (
+            module._modules == self.children
+            and (not module._parameters or module._parameters.keys() <= self.parameters or not self._new_parameters())
+            and (len(module._buffers) == self.num_buffers or _saved_buffers(module) == self.buffers)
+        )
+
+    def _new_parameters(self) -> list[str]:
+        named = self.module._parameters.items()
+        return [name for name, param in named if param is not None and name not in self.parameters]
 
 
-def _containers(module: nn.Module) -> list[tuple[Mapping[str, Any], int]]:
-    """Entries of every growing container, and how many there are."""
-    growing = [each for each in module.modules() if isinstance(each, _GROWING)]
-    return [(entries, len(entries)) for each in growing for entries in (each._modules, each._parameters)]
+def _contents(module: nn.Module, plan: ShardingPlan) -> list[_Contents]:
+    """Of every live module, wrappers too."""
+    lives = dict(walk(module))
+    known: dict[int, set[str]] = {}
+    for tensor in plan.parameters:
+        for name in (tensor.name, *tensor.aliases):
+            path, _, attr = name.rpartition(".")
+            known.setdefault(id(lives[path]), set()).add(attr)
+    return [
+        _Contents(
+            each,
+            dict(each._modules),
+            frozenset({"_flat_param", *known.get(id(each), ())}),
+            len(each._buffers),
+            _saved_buffers(each),
+        )
+        for each in module.modules()
+    ]
+
+
+def _saved_buffers(module: nn.Module) -> frozenset[str]:
+    named = module._buffers.items()
+    return frozenset(
+        name for name, each in named if each is not None and name not in module._non_persistent_buffers_set
+    )
+
+
+def _is_like(tensor: torch.Tensor | None, dtype: torch.dtype | None, shape: torch.Size) -> bool:
+    return tensor is not None and dtype in (None, tensor.dtype) and tensor.shape == shape

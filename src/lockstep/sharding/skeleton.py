@@ -14,31 +14,49 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.errors import ModelError
+from lockstep.names import clean_name
 
 Slot = tuple[int, str]
 """Where a parameter hangs: `id` of the live module, and the attribute's name."""
 
-_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+_WRAPPERS: dict[type[nn.Module], str] = {
+    FullyShardedDataParallel: "_fsdp_wrapped_module",
+    ActivationWrapper: "_checkpoint_wrapped_module",
+    OptimizedModule: "_orig_mod",
+    DistributedDataParallel: "module",
+}
+"""Class of a wrapper -> its child that is the wrapped module."""
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if "hook" in name and isinstance(value, dict))
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module below all wrappers that stand right here (not those further down)."""
     while True:
-        inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), None)
-        if isinstance(module, DistributedDataParallel):
-            inner = module.module
-        if inner is None:
+        key = next((key for cls, key in _WRAPPERS.items() if isinstance(module, cls)), None)
+        if key is None:
             return module
-        module = inner
+        module = cast(nn.Module, module._modules[key])
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(clean name, live module without its wrappers) of every module, in the model's order; shared modules once per name."""
+    """(clean name, live module without its wrappers) of every module, in the model's order; shared modules once per name.
+
+    Raises `ModelError` naming a module of the model's own that is called what wrappers call theirs: it has no clean name.
+    """
     inner = unwrap(module)
     yield prefix, inner
+    taken = next((name for name in inner._modules if not clean_name(name)), None)
+    if taken is not None:
+        raise ModelError(
+            f"{prefix or 'the model'} ({type(inner).__name__}) has a child called {taken!r}, and is no wrapper of torch's: names "
+            "with and without wrappers cannot be told apart; rename the child"
+        )
     for name, child in inner._modules.items():
         if child is not None:
             yield from walk(child, f"{prefix}.{name}" if prefix else name)
