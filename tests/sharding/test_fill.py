@@ -1,5 +1,6 @@
 """Ranks that read their own elements hold, together, the checkpoint; and what does not fit is refused on every rank."""
 
+import json
 import logging
 import shutil
 import weakref
@@ -312,11 +313,93 @@ def check_different_ranks(world: World, folders: dict[str, str], bad: str) -> No
         fill(sharded, folders["toy_without_steps" if odd else "toy"])
 
 
+def check_stale_copies(world: World, folders: dict[str, str], copies: dict[str, str]) -> None:
+    """A rank's own copy of the checkpoint has the same names and shapes, and is another one (CASES B39)."""
+
+    def both(mine: str, other: str) -> None:
+        fill(shard(world, empty_model(folders["untied"])), other if world.rank == 1 else mine)
+
+    both(folders["untied"], copies["same"])
+    said = r"rank 0 has 'stored {} F32 .*, xxh3 of its bytes \w+', rank 1 has 'stored .* {} \["
+    for copy, kind in (("values", "F32"), ("bf16", "BF16"), ("last", "F32")):
+        with pytest.raises(RanksDisagree, match=said.format("lm_head.weight", kind)):
+            both(folders["untied"], copies[copy])
+    with pytest.raises(RanksDisagree, match=r"stored file model\.safetensors: "):
+        both(folders["untied"], copies["metadata"])
+
+
+def check_tied_values(world: World, folders: dict[str, str], copies: dict[str, str]) -> None:
+    """Head and embedding stored with other values are not one tensor; with the same they are."""
+    name, head = "model.embed_tokens.weight", "lm_head.weight"
+    for backend in ("fsdp2", "fsdp1"):
+        sharded = wrap(empty_model(folders["tied"]), backend=backend)
+        fill(sharded, copies["tied_same"], strict=True)
+        with torch.no_grad():
+            assert torch.equal(sharded.module(input_ids=IDS).logits, whole_model(folders["tied"])(input_ids=IDS).logits)
+        # The last row is rank 1's.
+        with pytest.raises(LockstepError, match=f"other values under '{head}' than under '{name}'.*=False"):
+            fill(wrap(empty_model(folders["tied"]), backend=backend), copies["tied_other"])
+
+
+def check_wrong_index(world: World, folders: dict[str, str], copies: dict[str, str]) -> None:
+    said = r"model-2.safetensors does not hold 'lm_head.weight', .* \(it is in model-1.safetensors\)"
+    with pytest.raises(ModelError, match=said):
+        fill(shard(world, empty_model(folders["untied"])), copies["index"])
+
+
 def spoil(folder: str, target: Path, name: str, value: torch.Tensor | None) -> str:
     shutil.copytree(folder, target)
     tensors = {**load_file(target / "model.safetensors"), name: value}
-    save_file({key: each for key, each in tensors.items() if each is not None}, target / "model.safetensors")
+    kept = {key: each for key, each in tensors.items() if each is not None}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
     return str(target)
+
+
+def split_wrongly(folder: str, target: Path) -> str:
+    """Two files, and an index that puts the first one's head into the second."""
+    target.mkdir()
+    tensors = load_file(f"{folder}/model.safetensors")
+    where = {name: f"model-{1 if name < 'model.l' else 2}.safetensors" for name in tensors}
+    for file in set(where.values()):
+        save_file({name: each for name, each in tensors.items() if where[name] == file}, target / file)
+    wrong = {**where, "lm_head.weight": "model-2.safetensors"}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": wrong}))
+    return str(target)
+
+
+def save_copies(folders: dict[str, str], root: Path) -> dict[str, str]:
+    """Checkpoints that are nearly those of `untied` and `tied`."""
+    head = load_file(f"{folders['untied']}/model.safetensors")["lm_head.weight"]
+    last = head.clone()
+    last[-1, -1] += 1
+    tied = load_file(f"{folders['tied']}/model.safetensors")["model.embed_tokens.weight"]
+    other = tied.clone()
+    other[-1, -1] += 1
+    out = {
+        name: spoil(folders[source], root / name, "lm_head.weight", value)
+        for name, source, value in (
+            ("same", "untied", head),
+            ("values", "untied", head.flip(0).contiguous()),
+            ("bf16", "untied", head.bfloat16()),
+            ("last", "untied", last),
+            ("tied_same", "tied", tied.clone()),
+            ("tied_other", "tied", other),
+        )
+    }
+    shutil.copytree(folders["untied"], root / "metadata")
+    stored = load_file(root / "metadata" / "model.safetensors")
+    save_file(stored, root / "metadata" / "model.safetensors", metadata={"note": "longer " * 9})
+    return {**out, "metadata": str(root / "metadata"), "index": split_wrongly(folders["untied"], root / "index")}
+
+
+def check_copies(world: World, folders: dict[str, str], copies: dict[str, str]) -> None:
+    check_stale_copies(world, folders, copies)
+    check_tied_values(world, folders, copies)
+    check_wrong_index(world, folders, copies)
+
+
+def test_copies_that_are_not_the_same_are_every_ranks_error(folders, tmp_path):
+    run_ranks(2, check_copies, folders, save_copies(folders, tmp_path), timeout_s=120)
 
 
 def save_toy(target: Path) -> str:

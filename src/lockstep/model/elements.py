@@ -6,7 +6,7 @@ parts of one tensor (where a conversion needs all of them), and nothing once it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Reader:
     def __init__(self, files: ModelFiles, base: nn.Module, wanted: Mapping[str, torch.Tensor], *, attention: str):
         """`base`: the model, PEFT's layers in it or not; `wanted`: its tensors by plain name, on meta.
 
-        Raises `ModelError` for a damaged file.
+        Raises `ModelError` for a damaged file, and for an index that names the wrong file for a tensor.
         """
         self._files = files
         self._base = base
@@ -37,8 +37,9 @@ class Reader:
         self._whole: Mapping[str, torch.Tensor] | None = None
         self._stack = ExitStack()
         self._handles = {path: self._open(path) for path in dict.fromkeys(files.weights.values())}
-        order = [name for handle in self._handles.values() for name in handle.offset_keys()]
-        self._place = {name: place for place, name in enumerate(order)}
+        held = {path: handle.offset_keys() for path, handle in self._handles.items()}
+        self._place = {name: place for place, name in enumerate(name for names in held.values() for name in names)}
+        _check_index(files, held)
         self.matched: Matched = match_stored(base, wanted, files.weights, lambda name: self._shape(name))
 
     def __enter__(self) -> Reader:
@@ -141,6 +142,17 @@ class Reader:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _check_index(files: ModelFiles, held: Mapping[Path, Collection[str]]) -> None:
+    sets = {path: frozenset(names) for path, names in held.items()}
+    for name, path in files.weights.items():
+        if name not in sets[path]:
+            where = next((f"it is in {other.name}" for other, names in sets.items() if name in names), "no file has it")
+            raise ModelError(
+                f"{path} does not hold {name!r}, although the index of {files.path} says so ({where}): index and files are of "
+                "different checkpoints; write or copy both anew"
+            )
 
 
 def _stored_names(source: Source) -> list[str]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.dist import World, agree, all_or_none
 from lockstep.errors import ModelError
+from lockstep.model.contents import content_lines
 from lockstep.model.elements import Reader
 from lockstep.model.load import ModelFiles, build_empty, find_model, find_weights
 from lockstep.model.peft_tree import base_model, base_names, saved_copies
@@ -25,6 +26,9 @@ from lockstep.sharding.buffers import LiveTensors, send_buffers
 from lockstep.sharding.plan import PlannedTensor
 
 log = logging.getLogger(__name__)
+
+_COMPARED_AT_ONCE = 1 << 22
+"""Elements of each of two stored tensors that are in memory while the two are compared."""
 
 
 def fill(
@@ -39,7 +43,12 @@ def fill(
 
     A stored tensor that nothing in the model is made of is a warning with its name, and a `ModelError` with `strict` (a model
     that was stripped of a part leaves that part's tensors unused). Raises `ModelError` on every rank when a tensor is
-    missing, misshapen or of a dtype that cannot be cast, and for an adapter without values; `RanksDisagree` when ranks have other plans.
+    missing, misshapen or of a dtype that cannot be cast, for an adapter without values, and where the files hold other values
+    under each name of a tied tensor.
+
+    `RanksDisagree` when ranks have other plans, or files that are not the same: copies with other values, dtypes, sizes or
+    layout (folders may differ). Compared are all headers, all bytes of small files and tensors, and 16 KiB of every large
+    tensor (`model.contents`); what differs only in between is not seen, nor is another config.json.
     `attention` is used only where the model must be built (missing buffers) or loaded whole.
     """
     if isinstance(sharded, nn.Module):
@@ -77,11 +86,16 @@ class _Reading:
     """Buffers that are not in the files."""
     plain: dict[str, str]
     """Plain name of every base tensor, by clean name."""
+    tied: tuple[tuple[PlannedTensor, tuple[str, ...]], ...]
+    """Tensors that the files hold under several plain names, and those names: the first is read."""
+    contents: list[str]
+    """What this rank's files hold (`content_lines`)."""
 
     def lines(self, sharded: ShardedModel) -> list[str]:
         """What ranks compare before they read: the plan, and which tensors come from where."""
         read = sorted(f"from the files: {plain}" for _, plain in (*self.parameters, *self.buffers))
-        return [*sharded.plan.lines(), *read, *(f"from rank 0: buffer {tensor.name}" for tensor in self.fixed)]
+        fixed = (f"from rank 0: buffer {tensor.name}" for tensor in self.fixed)
+        return [*sharded.plan.lines(), *read, *fixed, *self.contents]
 
 
 def _plan_reading(sharded: ShardedModel, files: ModelFiles, opened: ExitStack, *, attention: str) -> _Reading:
@@ -98,14 +112,17 @@ def _plan_reading(sharded: ShardedModel, files: ModelFiles, opened: ExitStack, *
     reader = opened.enter_context(Reader(files, model, wanted, attention=attention))
     found = reader.matched.sources
     # Of tied names the files hold one or several: the first that is there.
-    chosen = [(tensor, next((name for name in names if name in found), names[0])) for tensor, names in parameters]
+    there = [(tensor, tuple(name for name in names if name in found) or (names[0],)) for tensor, names in parameters]
+    chosen = [(tensor, names[0]) for tensor, names in there]
+    tied = tuple((tensor, names) for tensor, names in there if len(names) > 1)
     stored = [(tensor, base[tensor.name]) for tensor in buffers if base[tensor.name] in found]
-    for _, name in (*chosen, *stored):
+    for name in (*(name for _, names in there for name in names), *(name for _, name in stored)):
         reader.check(name)
     chosen.sort(key=lambda pair: reader.place(pair[1]))
     in_files = {tensor.name for tensor, _ in stored}
     fixed = tuple(tensor for tensor in sharded.plan.buffers if tensor.name not in in_files)
-    return _Reading(files, reader, tuple(chosen), tuple(stored), fixed, base)
+    contents = content_lines(files.weights) if sharded.world.size > 1 else []
+    return _Reading(files, reader, tuple(chosen), tuple(stored), fixed, base, tied, contents)
 
 
 def _parameters_to_read(
@@ -159,6 +176,9 @@ def _tell(reading: _Reading, world: World, *, strict: bool) -> None:
 
 def _read(sharded: ShardedModel, reading: _Reading) -> None:
     """Not collective: this rank's elements of every parameter, one after the other, and whole buffers."""
+    for tensor, names in reading.tied:
+        for other in names[1:]:
+            _check_tied(sharded, reading, tensor, names[0], other)
     for tensor, plain in reading.parameters:
         start, stop = sharded.ranges(tensor.name)[sharded.world.rank]
         # No name for the values: it would keep them while the next ones are read.
@@ -166,6 +186,26 @@ def _read(sharded: ShardedModel, reading: _Reading) -> None:
     live = LiveTensors(sharded.module)
     for tensor, plain in reading.buffers:
         live.write_buffer(tensor, reading.reader.read_tensor(plain), sharded.world.device)
+
+
+def _check_tied(sharded: ShardedModel, reading: _Reading, tensor: PlannedTensor, first: str, other: str) -> None:
+    """This rank's elements of one tensor, as stored under two names. Raises `ModelError` where they differ in the model's dtype.
+
+    transformers unties what is stored with other values (since 5.0), so that its model would not be this one.
+    """
+    begin, end = sharded.ranges(tensor.name)[sharded.world.rank]
+    for start in range(begin, end, _COMPARED_AT_ONCE):
+        stop = min(start + _COMPARED_AT_ONCE, end)
+        one, two = (
+            reading.reader.read(name, start, stop, dim=sharded.shard_dim(tensor.name)) for name in (first, other)
+        )
+        # Bits too: NaN is equal to nothing.
+        if not torch.equal(one, two) and not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+            raise ModelError(
+                f"{reading.files.path}: the checkpoint stores other values under {other!r} than under {first!r}, which are one "
+                "tensor in the model; load it with tie_word_embeddings=False (and build the model so), or remove the one that "
+                "is not meant from the files"
+            )
 
 
 def _buffers_of_rank0(sharded: ShardedModel, reading: _Reading, attention: str) -> dict[str, torch.Tensor]:
