@@ -13,7 +13,7 @@ import torch
 from lockstep.export.exchange import Exchange, Pending, Traffic, make_exchange
 from lockstep.export.merge import RowsMerge, merge_elements
 from lockstep.export.schedule import Segment, Window, aligned_bytes, cut
-from lockstep.export.what import ExportPlan
+from lockstep.export.what import ExportPlan, Factors
 from lockstep.sharding.base import Destination, ShardedModel
 
 PACKED = 8
@@ -23,6 +23,9 @@ LONE = 4
 """A lone tensor comes in windows of at most this fraction; itself it is the memory bound's "largest tensor"."""
 FACTORS = 16
 """LoRA factors that are gathered ahead have at most this fraction (or what one group needs); staging for them as much twice."""
+
+_KEPT_SEGMENTS = 20_000
+"""Plans of at most about so many segments keep their windows: an adapter's."""
 
 
 def part_limit(plan: ExportPlan, travels: Sequence[int], num_ranks: int, *, is_padded: bool = False) -> int:
@@ -70,7 +73,7 @@ class Courier:
                 yield before.window.arrived
                 before = None
             self._gather_factors(index)
-            for window in self._windows(self._main, self._travels_of(index)):
+            for window in self._windows(self._main, index):
                 now = self._start(self._main, window)
                 if before is not None:
                     self._finish(self._main, before)
@@ -94,39 +97,53 @@ class Courier:
 
     def _is_too_much(self, group: int) -> bool:
         """Would this group and the one before it, both on their way, be more than the bucket has room for?"""
-        extents = self._plan.extents
-        both = sum(extents[travel].nbytes for each in (group - 1, group) for travel in self._travels_of(each))
-        return both > self._plan.bucket_bytes // 2
+        return self._bytes_of(group - 1) + self._bytes_of(group) > self._plan.bucket_bytes // 2
+
+    def _bytes_of(self, group: int) -> int:
+        key = ("bytes", group)
+        if key not in self._plan.derived:
+            self._plan.derived[key] = sum(self._plan.extents[travel].nbytes for travel in self._travels_of(group))
+        return self._plan.derived[key]
 
     def take(self, travel: int) -> torch.Tensor:
         """A travel that has arrived, in its own shape and order of dimensions. Its memory is the taker's."""
         described = self._plan.travels[travel]
-        whole = self._arrival(travel).reshape(described.shape)
-        del self._arriving[travel]
+        whole = self._whole(travel)
         return whole.movedim(0, described.shard_dim).contiguous() if described.shard_dim else whole
 
     def _exchange(self, to: Destination) -> Exchange:
-        return make_exchange(self._sharded.world, to=to, itemsize=lambda segment: self._dtype(segment).itemsize)
+        extents = self._plan.extents
+        return make_exchange(self._sharded.world, to=to, itemsize=lambda segment: extents[segment.travel].itemsize)
 
     def _travels_of(self, group: int) -> list[int]:
         return [travel for place in self._plan.groups[group] for travel in self._plan.deliveries[place].travels]
 
-    def _windows(self, exchange: Exchange, travels: Sequence[int]) -> list[Window]:
-        limit = part_limit(self._plan, travels, self._sharded.world.size, is_padded=exchange.is_padded)
-        return cut(travels, self._plan.extents, part_bytes=limit)
+    def _windows(self, exchange: Exchange, group: int | Factors) -> list[Window]:
+        """Of a group, or of a batch of factors; kept with a plan that is small, since cutting takes as long as sending then."""
+        key = ("windows", group, exchange.is_padded)
+        if key in self._plan.derived:
+            return self._plan.derived[key]
+        travels = self._travels_of(group) if isinstance(group, int) else group.travels
+        num_ranks = self._sharded.world.size
+        limit = part_limit(self._plan, travels, num_ranks, is_padded=exchange.is_padded)
+        windows = cut(travels, self._plan.extents, part_bytes=limit)
+        if len(self._plan.travels) * num_ranks <= _KEPT_SEGMENTS:
+            self._plan.derived[key] = windows
+        return windows
 
     def _start(self, exchange: Exchange, window: Window) -> Pending:
         first = next((segment for part in window.parts for segment in part), None)
         name = self._plan.travels[first.travel].source if first else "nothing"
         self.is_torn = True
-        with torch.profiler.record_function("export::send"):
+        # Without gradients a shard is there at once, and not by way of autograd.
+        with torch.no_grad(), torch.profiler.record_function("export::send"):
             pending = exchange.start(window, write=self._write, place=self._place, phase=f"export of {name}")
         self.is_torn = False
         return pending
 
     def _finish(self, exchange: Exchange, pending: Pending) -> None:
         self.is_torn = True
-        with torch.profiler.record_function("export::receive"):
+        with torch.no_grad(), torch.profiler.record_function("export::receive"):
             exchange.finish(pending, place=self._place)
         pending.works.clear()  # a finished transfer still holds its tensors
         self.is_torn = False
@@ -137,27 +154,32 @@ class Courier:
             if batch.before_group != group:
                 continue
             self._factors.clear()
-            for window in self._windows(self._to_all, batch.travels):
+            for window in self._windows(self._to_all, batch):
                 self._finish(self._to_all, self._start(self._to_all, window))
             self._to_all.rest()
             for travel in batch.travels:
-                described = self._plan.travels[travel]
-                self._factors[described.source] = self._arrival(travel).reshape(described.shape)
-                del self._arriving[travel]
-
-    def _dtype(self, segment: Segment) -> torch.dtype:
-        return self._plan.travels[segment.travel].dtype
+                self._factors[self._plan.travels[travel].source] = self._whole(travel)
 
     def _arrival(self, travel: int) -> torch.Tensor:
-        """The whole tensor, flat, as far as it has come."""
+        """The bytes of the whole tensor, as far as they have come."""
+        nbytes = self._plan.extents[travel].nbytes
+        arriving = torch.empty(nbytes, dtype=torch.uint8, device=self._sharded.world.device)
+        self._arriving[travel] = arriving
+        return arriving
+
+    def _whole(self, travel: int) -> torch.Tensor:
+        """A travel that has come, taken out."""
+        described = self._plan.travels[travel]
         if travel not in self._arriving:
-            described = self._plan.travels[travel]
-            numel = self._plan.extents[travel].nbytes // described.dtype.itemsize
-            self._arriving[travel] = torch.empty(numel, dtype=described.dtype, device=self._sharded.world.device)
-        return self._arriving[travel]
+            self._arrival(travel)  # it has no elements: nothing ever came
+        return self._arriving.pop(travel).view(described.dtype).view(described.shape)
 
     def _place(self, segment: Segment) -> torch.Tensor:
-        return self._arrival(segment.travel)[segment.start : segment.stop].view(torch.uint8)
+        arriving = self._arriving.get(segment.travel)
+        if arriving is None:
+            arriving = self._arrival(segment.travel)
+        itemsize = self._plan.extents[segment.travel].itemsize
+        return arriving[segment.start * itemsize : segment.stop * itemsize]
 
     def _write(self, segments: Sequence[Segment], targets: Sequence[torch.Tensor]) -> None:
         """This rank's elements as they travel: merged if the plan says so, and cast once, last."""
@@ -179,8 +201,10 @@ class Courier:
         travel = self._plan.travels[segment.travel]
         if travel.is_buffer:
             return self._sharded.buffer(travel.name).reshape(-1)[segment.start : segment.stop]
-        first = self._plan.extents[segment.travel].ranges[self._sharded.world.rank][0]
-        return self._sharded.local_flat(travel.name)[segment.start - first : segment.stop - first]
+        first, last = self._plan.extents[segment.travel].ranges[self._sharded.world.rank]
+        values = self._sharded.local_flat(travel.name)
+        is_all = segment.start == first and segment.stop == last
+        return values if is_all else values[segment.start - first : segment.stop - first]
 
     def _merged(self, merge: RowsMerge, base: torch.Tensor, start: int) -> torch.Tensor:
         device = self._sharded.world.device

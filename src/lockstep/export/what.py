@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -122,6 +123,8 @@ class ExportPlan:
     """PEFT's configuration, for an adapter."""
     fingerprint: str = ""
     """SHA-256 over `lines()`."""
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What follows from the plan and was computed once: windows, sizes of groups."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
