@@ -22,7 +22,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lockstep.errors import IncompleteExport
 from lockstep.export.merge import RowsMerge
 from lockstep.export.merge_plan import Merges, plan_merges
-from lockstep.model.peft_tree import check_unmerged, join, plain_model, walk_plain
+from lockstep.export.peft_state import kind_of
+from lockstep.model.peft_tree import adapters_of, check_unmerged, join, plain_model, walk_plain
 from lockstep.model.strip import stripped_from
 from lockstep.names import checkpoint_name
 from lockstep.types import TensorSpec
@@ -72,6 +73,7 @@ def hub_plan(model: nn.Module, *, adapter: str | None, untie: bool = False, merg
     transformers' own conversion cannot be followed tensor by tensor.
     """
     check_unmerged(model)
+    _refuse_kind(model)
     if adapter is not None and merges is None:
         merges = plan_merges(model, adapter)
     slots = _slots(model, adapter, merges or Merges())
@@ -109,6 +111,16 @@ def to_hub(model: nn.Module, tensor: HubTensor, values: Sequence[torch.Tensor]) 
 def plain_names(model: nn.Module, adapter: str | None = None) -> dict[str, str]:
     """Live name -> plain name of every parameter and persistent buffer of the base model, aliases of tied ones too."""
     return {slot.live: slot.name for slot in _slots(model, adapter, Merges()).values()}
+
+
+def _refuse_kind(model: nn.Module) -> None:
+    for adapter in adapters_of(model):
+        kind = kind_of(model, adapter)
+        if kind.is_adaption_prompt:
+            raise IncompleteExport(
+                f"adapter {adapter!r} is {kind.name}: PEFT put it around attention modules in a way in which the base's names "
+                "cannot be followed; export the adapter, or the base from a model without it"
+            )
 
 
 def _plain_of(model: nn.Module) -> nn.Module:

@@ -101,9 +101,17 @@ def merge_elements(
     `_CHUNK_ELEMENTS` elements (experts: one expert's delta). Raises `ValueError` when B's rows are not enough.
     """
     merged = base.detach().clone()
-    stop = start + merged.numel()
     if not merged.numel():
         return merged
+    with torch.autocast(base.device.type, enabled=False):  # which would round the product to 16 bits
+        _add_delta(merge, merged, start=start, a=a, b=b, first_row=first_row)
+    return merged
+
+
+def _add_delta(
+    merge: RowsMerge, merged: torch.Tensor, *, start: int, a: torch.Tensor, b: torch.Tensor, first_row: int
+) -> None:
+    stop = start + merged.numel()
     row = merged_row_elements(merge)  # elements per row of W (experts: per expert)
     rows = merge.shape[0]
     low_row, high_row = (first_row, first_row + b.shape[0]) if merge.kind == "linear" else (0, rows)
@@ -121,7 +129,6 @@ def merge_elements(
         delta = _delta(merge, a, b, window, first_row).reshape(-1)
         low, high = max(start, first * row), min(stop, last * row)
         merged[low - start : high - start] += delta[low - window[0] * row : high - window[0] * row]
-    return merged
 
 
 def merged_row_elements(merge: RowsMerge) -> int:
@@ -178,12 +185,18 @@ def merge_scratch(
             raise IncompleteExport(f"merging {merge.module} needs {name!r}, which did not come")
         _put(copy, _relative(name, merge.module), values[name].detach().to(device), name)
     home = values[merge.outputs[0]].device
-    bases = {name: _owner(copy, _relative(name, merge.module)) for name in merge.outputs}
-    if merge.dequantised is not None:
-        bases = {merge.outputs[0]: (_dequantise(copy, bases[merge.outputs[0]][0]), "weight")}
-    if isinstance(copy, BaseTunerLayer) or hasattr(copy, "unload_and_optionally_merge_module"):
-        _peft_merge(copy, merge.adapter)
-    return {name: getattr(module, attr).detach().to(home) for name, (module, attr) in bases.items()}
+    outputs = {name: _relative(name, merge.module) for name in merge.outputs}
+    with torch.autocast("cpu", enabled=False):
+        plain = None
+        if merge.dequantised is not None:
+            plain = _dequantise(copy, _owner(copy, outputs[merge.outputs[0]])[0])
+        if isinstance(copy, BaseTunerLayer) or hasattr(copy, "unload_and_optionally_merge_module"):
+            _peft_merge(copy, merge.adapter)
+    if plain is not None:
+        return {merge.outputs[0]: plain.weight.detach().to(home)}  # type: ignore[union-attr,operator]
+    # Looked up after the merge: some of PEFT's layers hang the trained module in the base's place (LNTuning).
+    owners = {name: _owner(copy, relative) for name, relative in outputs.items()}
+    return {name: getattr(module, attr).detach().to(home) for name, (module, attr) in owners.items()}
 
 
 def _dequantise(copy: nn.Module, base: nn.Module) -> nn.Module:

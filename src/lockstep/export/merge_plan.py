@@ -17,11 +17,12 @@ from peft.tuners.lora import Conv2d, Embedding, Linear, LoraLayer, ParamWrapper
 from peft.tuners.lora.layer import Conv1d, Conv3d
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import TrainableTokensWrapper
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
 from lockstep.errors import IncompleteExport
 from lockstep.export.merge import RowsMerge, ScratchMerge, merge_scratch
+from lockstep.export.peft_state import kind_of
 from lockstep.model.fake_quant import why_not_lora
 from lockstep.model.lora import scaling_of
 from lockstep.model.peft_tree import (
@@ -68,17 +69,20 @@ def plan_merges(model: nn.Module, adapter: str, *, dequantize: bool = False) -> 
     check_adapter(model, adapter)
     check_unmerged(model)
     refuse_fake_quantised(model)
+    _refuse_kind(model, adapter)
     others = frozenset(adapters_of(model)) - {adapter}
     rows: dict[str, RowsMerge] = {}
     scratch: dict[str, ScratchMerge] = {}
+    whole: list[str] = []
     for module in walk_plain(model, adapter):
         carriers = list(_carriers(module, adapter))
         if dequantize and _quantised(carriers[0].module if carriers else module.module, module.module):
             merge = _dequantising_merge(module, carriers, adapter, others=others)
             scratch.setdefault(merge.module, merge)
+            whole.append(merge.module)
             continue
         for wrapper in carriers:
-            if any(wrapper.live == name or wrapper.live.startswith(f"{name}.") for name in scratch):
+            if any(wrapper.live == name or wrapper.live.startswith(f"{name}.") for name in whole):
                 continue  # PEFT merges what is inside such a module along with it
             _refuse(module, wrapper, adapter)
             merge = _rows_merge(module, wrapper, adapter)
@@ -86,9 +90,31 @@ def plan_merges(model: nn.Module, adapter: str, *, dequantize: bool = False) -> 
                 rows.setdefault(merge.base, merge)
             else:
                 scratch.setdefault(wrapper.live, _scratch_merge(module, wrapper, adapter, reason=merge, others=others))
+                if not isinstance(wrapper.module, ParamWrapper):
+                    whole.append(wrapper.live)
     _check_once(rows, scratch)
+    if not rows and not scratch and not _saves_modules(model, adapter):
+        raise IncompleteExport(
+            f"adapter {adapter!r} has no layer that is merged into a base weight; export the adapter"
+        )
     _try(model, scratch)
     return Merges(rows, tuple(scratch.values()))
+
+
+def _refuse_kind(model: nn.Module, adapter: str) -> None:
+    """Adapters that act beside the base's weights: a merged export would be the bare base."""
+    kind = kind_of(model, adapter)
+    if kind.is_prompt or kind.is_adaption_prompt or kind.name in ("XLORA", "SHADOW"):
+        instead = "save the adapter with save_pretrained" if kind.is_prompt else "export the adapter"
+        raise IncompleteExport(
+            f"adapter {adapter!r} is {kind.name}, which PEFT cannot merge into the base's weights: a merged export would be the "
+            f"bare base; {instead}"
+        )
+
+
+def _saves_modules(model: nn.Module, adapter: str) -> bool:
+    wrappers = (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper))
+    return any(adapter in wrapper.modules_to_save for wrapper in wrappers)
 
 
 def _dequantising_merge(
@@ -193,7 +219,17 @@ def _rows_of(
 def _scratch_merge(
     module: PlainModule, wrapper: Wrapper, adapter: str, *, reason: str, others: frozenset[str]
 ) -> ScratchMerge:
-    """Inputs: every tensor below the wrapper that is not another adapter's. Outputs: the base module's parameters."""
+    """Inputs: every tensor below the wrapper that is not another adapter's. Outputs: the base module's parameters.
+
+    Of one parameter's wrapper, only what it merges itself: wrappers of other parameters of the module may lie inside it.
+    """
+    if isinstance(wrapper.module, ParamWrapper):
+        own = [wrapper.module.lora_A[adapter], wrapper.module.lora_B[adapter]]
+        kept = {id(param) for layer in own for param in layer.parameters()}
+        names = [name for name, param in wrapper.module.named_parameters() if id(param) in kept]
+        base = join(module.live, wrapper.module.parameter_name)
+        inputs = (*(join(wrapper.live, name) for name in names), base)
+        return ScratchMerge(wrapper.live, adapter, inputs, (base,), reason)
     skipped = tensors_of(wrapper.module, others)
     tensors = [name for name, _ in wrapper.module.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in wrapper.module.named_buffers(remove_duplicate=False)]
@@ -274,7 +310,11 @@ def _check_once(rows: Mapping[str, RowsMerge], scratch: Mapping[str, ScratchMerg
 
 
 def _try(model: nn.Module, scratch: Mapping[str, ScratchMerge]) -> None:
-    """Run each kind of scratch merge once without values: what PEFT refuses, it refuses now."""
+    """Run each kind of scratch merge once without values: what PEFT refuses, it refuses now.
+
+    A layer with tensors that are not registered (FourierFT's indices) is tried with memory, since those are on meta here and
+    will be then: a trial on meta alone would not miss their values.
+    """
     done = set()
     for merge in scratch.values():
         wrapper = model.get_submodule(merge.module)
@@ -283,15 +323,23 @@ def _try(model: nn.Module, scratch: Mapping[str, ScratchMerge]) -> None:
         if kind in done:
             continue
         done.add(kind)
-        values = {name: _tensor(model, name) for name in merge.inputs}
+        device = "cpu" if _has_loose_tensors(wrapper) else "meta"
+        values = {name: torch.zeros_like(_tensor(model, name), device=device) for name in merge.inputs}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                merge_scratch(model, merge, values, device="meta")
+                merge_scratch(model, merge, values, device=device)
         except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise IncompleteExport(
                 f"{merge.module}: PEFT cannot merge this ({merge.reason}): {error}; export the adapter instead"
             ) from error
+
+
+def _has_loose_tensors(layer: nn.Module) -> bool:
+    values = (value for module in layer.modules() for value in module.__dict__.values())
+    items = (item for value in values for item in (value.values() if type(value) is dict else (value,)))
+    tensors = {id(item) for item in items if isinstance(item, torch.Tensor)}
+    return not tensors <= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:

@@ -6,10 +6,15 @@ every export, so that no export uses an old scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftConfig
+from peft.tuners.adalora.layer import AdaLoraLayer
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -17,7 +22,65 @@ from torch import nn
 from lockstep.errors import IncompleteExport
 from lockstep.sharding.skeleton import walk
 
+_INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How values of LoraConfig.init_lora_weights begin for which PEFT takes something out of the base weight at injection."""
+
 _STATE = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an adapter is, as its configuration says."""
+
+    name: str
+    """PEFT's, such as "LORA"."""
+    is_prompt: bool
+    """Virtual tokens before the input (prompt and prefix tuning and the like); the base's modules stay as they are."""
+    is_adaption_prompt: bool
+
+
+def kind_of(model: nn.Module, adapter: str) -> Kind:
+    config: Any = getattr(model, "peft_config", {})[adapter]
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    return Kind(str(kind), bool(config.is_prompt_learning), bool(config.is_adaption_prompt))
+
+
+def check_as_configured(model: nn.Module, adapter: str) -> None:
+    """An adapter file says nothing about scales: whoever loads it computes them from the configuration.
+
+    Raises `IncompleteExport` naming a layer whose scale in the skeleton is another, and for adapters whose tensors PEFT computes
+    when it saves.
+    """
+    kind = kind_of(model, adapter)
+    if kind.is_prompt:
+        raise IncompleteExport(
+            f"adapter {adapter!r} is {kind.name}: PEFT computes its file from a prompt encoder when it saves, so it cannot be "
+            "streamed; save it with save_pretrained"
+        )
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer | LycorisLayer) or adapter not in layer.scaling:
+            continue
+        live, configured = layer.scaling[adapter], _configured_scale(model, layer, adapter)
+        if not math.isclose(live, configured, rel_tol=1e-6):
+            raise IncompleteExport(
+                f"{name}: adapter {adapter!r} is scaled by {live} in the model and by {configured} as configured, which is what a "
+                "receiver of the adapter would use; MergedExport carries the scale, or reset it (set_scale(adapter, 1))"
+            )
+
+
+def _configured_scale(model: nn.Module, layer: Any, adapter: str) -> float:
+    alpha = layer.alpha[adapter] if isinstance(layer, LycorisLayer) else layer.lora_alpha[adapter]
+    rank = layer.r[adapter]
+    if isinstance(layer, AdaLoraLayer):
+        return float(alpha if alpha > 0 else rank)
+    uses_root = getattr(getattr(model, "peft_config", {})[adapter], "use_rslora", False)
+    return float(alpha / math.sqrt(rank)) if uses_root else float(alpha / rank)
+
+
+def changes_the_base(config: PeftConfig) -> bool:
+    """Did PEFT change base weights when it put this adapter in (PiSSA and its like)?"""
+    init = getattr(config, "init_lora_weights", None)
+    return isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE)
 
 
 class PeftState:

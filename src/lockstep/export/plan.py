@@ -17,7 +17,7 @@ from lockstep.export.courier import FACTORS, PACKED
 from lockstep.export.hub import HubTensor, hub_plan
 from lockstep.export.merge import MIN_ROWS, RowsMerge
 from lockstep.export.merge_plan import Merges, plan_merges, refuse_fake_quantised
-from lockstep.export.peft_state import PeftState
+from lockstep.export.peft_state import PeftState, changes_the_base, check_as_configured
 from lockstep.export.schedule import Extent, group
 from lockstep.export.what import (
     AdapterExport,
@@ -58,8 +58,8 @@ def plan_export(
     """
     if not sharded.is_current():
         raise IncompleteExport(
-            "the model's parameters are not those that were sharded or attached (an adapter was added, or a parameter "
-            "replaced); call lockstep.attach(model) again, on every rank"
+            "the model's parameters are not those that were sharded or attached (something was added, such as an adapter, or a "
+            "parameter replaced, or its dtype or shape changed); call lockstep.attach(model) again, on every rank"
         )
     empty = sharded.unfilled()
     if empty:
@@ -102,9 +102,10 @@ class _Planner:
         match what:
             case AdapterExport(adapter, base_embeddings):
                 name = state.adapter(adapter)
+                check_as_configured(skeleton, name)
                 names = adapter_names(skeleton, name, with_base_embeddings=base_embeddings)
                 tensors = [self._as_it_is(live, file) for live, file in names.items()]
-                plan = self._finish("adapter", name, tensors, Merges(), ())
+                plan = self._finish("adapter", name, tensors, Merges(), _of_another_base(state, name))
                 return dataclasses.replace(plan, adapter_config=adapter_config_json(skeleton, name))
             case MergedExport(adapter, untie, dequantize):
                 name = state.adapter(adapter)
@@ -231,6 +232,26 @@ def _left_out(state: PeftState) -> tuple[str, ...]:
     """A full export of a model with adapters is its base: right for an engine that loads adapters, and not the policy."""
     if not state.configs:
         return ()
+    changing = sorted(name for name, config in state.configs.items() if changes_the_base(config))
+    as_changed = (
+        f"adapters {changing} changed base weights when PEFT put them in ({_inits(state, changing)}): these are the weights as they "
+        "are since then, not those of the original checkpoint",
+    )
     return (
         f"adapters {sorted(state.configs)} are not in a full export: these are the base's weights; MergedExport folds one in",
+        *(as_changed if changing else ()),
     )
+
+
+def _of_another_base(state: PeftState, adapter: str) -> tuple[str, ...]:
+    if not changes_the_base(state.configs[adapter]):
+        return ()
+    return (
+        f"adapter {adapter!r} changed base weights when PEFT put it in ({_inits(state, [adapter])}): it belongs to that changed base, "
+        "which FullExport carries, and not to the original checkpoint",
+    )
+
+
+def _inits(state: PeftState, adapters: Sequence[str]) -> str:
+    inits = sorted({str(getattr(state.configs[adapter], "init_lora_weights", None)) for adapter in adapters})
+    return f"init_lora_weights {', '.join(inits)}"
