@@ -33,6 +33,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "parameter added": lambda model: model.model.register_parameter("extra", nn.Parameter(torch.ones(3))),
     "module added": lambda model: setattr(model, "score", nn.Linear(32, 1)),
     "buffer added": lambda model: model.model.register_buffer("extra", torch.ones(3)),
+    "buffer set to None": lambda model: setattr(model.model, "kept", None),
     "module removed": lambda model: model.model.layers.pop(1),
     "bias given": lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(64))),
     "tied": lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
@@ -54,6 +55,7 @@ def in_fsdp1(model: Any) -> nn.Module:
 def check_changes(wrap: Callable[[Any], nn.Module], names: tuple[str, ...]) -> None:
     for name in names:
         model = tiny_llama()
+        model.model.register_buffer("kept", torch.ones(2))
         wrapped = wrap(model)
         sharded = attach(wrapped)
         with torch.no_grad():

@@ -186,17 +186,21 @@ def merge_scratch(
         _put(copy, _relative(name, merge.module), values[name].detach().to(device), name)
     home = values[merge.outputs[0]].device
     outputs = {name: _relative(name, merge.module) for name in merge.outputs}
+    before = {name: _owner(copy, relative) for name, relative in outputs.items()}
     with torch.autocast("cpu", enabled=False):
         plain = None
         if merge.dequantised is not None:
-            plain = _dequantise(copy, _owner(copy, outputs[merge.outputs[0]])[0])
+            plain = _dequantise(copy, before[merge.outputs[0]][0])
         if isinstance(copy, BaseTunerLayer) or hasattr(copy, "unload_and_optionally_merge_module"):
             _peft_merge(copy, merge.adapter)
     if plain is not None:
         return {merge.outputs[0]: plain.weight.detach().to(home)}  # type: ignore[union-attr,operator]
-    # Looked up after the merge: some of PEFT's layers hang the trained module in the base's place (LNTuning).
-    owners = {name: _owner(copy, relative) for name, relative in outputs.items()}
-    return {name: getattr(module, attr).detach().to(home) for name, (module, attr) in owners.items()}
+    # Some of PEFT's layers hang the trained module in the base's place (LNTuning); others unwrap it (attention's projections).
+    merged = {}
+    for name, (module, attr) in before.items():
+        now = _registered(copy, outputs[name].rpartition(".")[0])
+        merged[name] = getattr(module if now is None else now, attr).detach().to(home)
+    return merged
 
 
 def _dequantise(copy: nn.Module, base: nn.Module) -> nn.Module:
@@ -226,6 +230,14 @@ def _relative(name: str, module: str) -> str:
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attr = name.rpartition(".")
     return root.get_submodule(path), attr
+
+
+def _registered(root: nn.Module, path: str) -> nn.Module | None:
+    """The module of this path, if it is still there; by the registrations alone, since PEFT's attention computes its attributes."""
+    module: nn.Module | None = root
+    for key in path.split(".") if path else ():
+        module = module._modules.get(key) if module is not None else None
+    return module
 
 
 def _put(root: nn.Module, name: str, value: torch.Tensor, live: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,7 +22,7 @@ from lockstep.errors import ModelError
 from lockstep.model.lora import reference_policy
 from lockstep.names import clean_name
 from lockstep.sharding.base import Ranges
-from lockstep.sharding.plan import ShardingPlan, ShardUnit, assign, buffers_of, volatile_buffers
+from lockstep.sharding.plan import PlannedTensor, ShardingPlan, ShardUnit, assign, buffers_of, volatile_buffers
 from lockstep.sharding.skeleton import unwrap, walk
 
 LiveSlot = tuple[nn.Module, str]
@@ -104,12 +103,8 @@ class LiveModel:
         self._buffers = {
             f"{name}.{attr}" if name else attr: (live, attr) for name, live in walk(module) for attr in live._buffers
         }
-        self._contents = _contents(module, plan)
-        self._buffer_kinds = [
-            (*self._buffers[each.name], None if self._casts_buffers else each.dtype, torch.Size(each.shape))
-            for each in plan.buffers
-            if each.is_persistent
-        ]
+        self._contents = _Contents(module, plan)
+        self._saved_buffers = [each for each in plan.buffers if each.is_persistent]
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         out: dict[int, tuple[str, nn.Parameter]] = {}
@@ -203,10 +198,16 @@ class LiveModel:
 
     def is_current(self) -> bool:
         return (
-            all(contents.is_current() for contents in self._contents)
-            and all(_is_like(live._buffers.get(attr), *kind) for live, attr, *kind in self._buffer_kinds)
+            self._contents.is_current()
+            and all(self._is_as_planned(each) for each in self._saved_buffers)
             and all(holding.is_current() for holding in self._holdings.values())
         )
+
+    def _is_as_planned(self, planned: PlannedTensor) -> bool:
+        buffer = self.buffer(planned.name)
+        if not isinstance(buffer, torch.Tensor):
+            return False
+        return (self._casts_buffers or buffer.dtype is planned.dtype) and tuple(buffer.shape) == planned.shape
 
     def layout_lines(self) -> list[str]:
         """One line per parameter: how it is dealt out. Equal on every rank, or the ranks do not fit together."""
@@ -276,58 +277,46 @@ def plan_of(skeleton: nn.Module, units: Sequence[str]) -> ShardingPlan:
     )
 
 
-@dataclass(slots=True)
 class _Contents:
-    """What a live module had in it when the plan was made."""
+    """What all live modules, wrappers too, had in them when the plan was made: nothing may be added, removed or replaced.
 
-    module: nn.Module
-    children: Mapping[str, nn.Module | None]
-    parameters: frozenset[str]
-    """Names that the plan knows; FSDP1 takes some off while it has them gathered."""
-    num_buffers: int
-    buffers: frozenset[str]
-    """Those that are saved. Modules make themselves caches as others, whenever they like."""
+    Known parameters are their holdings' business. Asked before every export, of thousands of modules: plain tuples, no calls.
+    """
+
+    def __init__(self, module: nn.Module, plan: ShardingPlan):
+        lives = dict(walk(module))
+        known: dict[int, set[str]] = {}
+        for tensor in plan.parameters:
+            for name in (tensor.name, *tensor.aliases):
+                path, _, attr = name.rpartition(".")
+                known.setdefault(id(lives[path]), set()).add(attr)
+        modules = list(module.modules())
+        self._children = [(each._modules, dict(each._modules)) for each in modules]
+        self._parameters = [
+            (each._parameters, len(each._parameters), {"_flat_param", *known.get(id(each), ())}) for each in modules
+        ]
+        self._buffers = [(each._buffers, len(each._buffers), each, _saved_buffers(each)) for each in modules]
+        named = [(each._parameters, name) for each in modules for name in each._parameters]
+        named += [(each._buffers, name) for each in modules for name in each._buffers]
+        self._nothing: list[tuple[Mapping[str, Any], str]] = [pair for pair in named if pair[0][pair[1]] is None]
 
     def is_current(self) -> bool:
-        """Nothing added, removed or replaced. Parameters that are known are their holdings' business."""
-        module = self.module
+        # FSDP1 takes parameters off their modules while it has them gathered; modules make themselves caches, which are not saved.
         return (
-            module._modules == self.children
-            and (not module._parameters or module._parameters.keys() <= self.parameters or not self._new_parameters())
-            and (len(module._buffers) == self.num_buffers or _saved_buffers(module) == self.buffers)
+            all([now == then for now, then in self._children])
+            and all([len(now) == num or _has_only(now, names) for now, num, names in self._parameters])
+            and all([len(now) == num or _saved_buffers(each) == saved for now, num, each, saved in self._buffers])
+            and all([now.get(name) is None for now, name in self._nothing])
         )
 
-    def _new_parameters(self) -> list[str]:
-        named = self.module._parameters.items()
-        return [name for name, param in named if param is not None and name not in self.parameters]
 
-
-def _contents(module: nn.Module, plan: ShardingPlan) -> list[_Contents]:
-    """Of every live module, wrappers too."""
-    lives = dict(walk(module))
-    known: dict[int, set[str]] = {}
-    for tensor in plan.parameters:
-        for name in (tensor.name, *tensor.aliases):
-            path, _, attr = name.rpartition(".")
-            known.setdefault(id(lives[path]), set()).add(attr)
-    return [
-        _Contents(
-            each,
-            dict(each._modules),
-            frozenset({"_flat_param", *known.get(id(each), ())}),
-            len(each._buffers),
-            _saved_buffers(each),
-        )
-        for each in module.modules()
-    ]
+def _has_only(parameters: Mapping[str, nn.Parameter | None], names: Collection[str]) -> bool:
+    return all(param is None or name in names for name, param in parameters.items())
 
 
 def _saved_buffers(module: nn.Module) -> frozenset[str]:
+    """Names of those that a state dict has."""
     named = module._buffers.items()
     return frozenset(
         name for name, each in named if each is not None and name not in module._non_persistent_buffers_set
     )
-
-
-def _is_like(tensor: torch.Tensor | None, dtype: torch.dtype | None, shape: torch.Size) -> bool:
-    return tensor is not None and dtype in (None, tensor.dtype) and tensor.shape == shape
