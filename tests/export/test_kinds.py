@@ -123,6 +123,10 @@ def check_scales() -> None:
     assert difference(collect(sharded, MERGED), merged_by_peft(model)) == ""
     layer.set_scale("default", 1)
     assert len(collect(sharded, ADAPTER)) == 4
+    drifted = lora()
+    drifted.peft_config["default"].lora_alpha = 99
+    with pytest.raises(IncompleteExport, match=r"scaled by 2\.0 in the model and by 24\.75 as configured"):
+        lockstep.export_weights(lockstep.attach(drifted), ADAPTER)
     assert len(collect(lockstep.attach(lora(use_rslora=True, alpha_pattern={"q_proj": 3})), ADAPTER)) == 4
 
 

@@ -69,11 +69,14 @@ def check_as_configured(model: nn.Module, adapter: str) -> None:
 
 
 def _configured_scale(model: nn.Module, layer: Any, adapter: str) -> float:
-    alpha = layer.alpha[adapter] if isinstance(layer, LycorisLayer) else layer.lora_alpha[adapter]
-    rank = layer.r[adapter]
+    config: Any = getattr(model, "peft_config", {})[adapter]
+    key = "alpha" if isinstance(layer, LycorisLayer) else "lora_alpha"
+    alpha, rank = getattr(layer, key)[adapter], layer.r[adapter]
+    if alpha not in (getattr(config, key), *(getattr(config, "alpha_pattern", None) or {}).values()):
+        alpha = getattr(config, key)  # the configuration was changed after the layer was made
     if isinstance(layer, AdaLoraLayer):
         return float(alpha if alpha > 0 else rank)
-    uses_root = getattr(getattr(model, "peft_config", {})[adapter], "use_rslora", False)
+    uses_root = getattr(config, "use_rslora", False)
     return float(alpha / math.sqrt(rank)) if uses_root else float(alpha / rank)
 
 
