@@ -219,7 +219,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES, help="NAME:RANKS, comma-separated")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of every method")
-    parser.add_argument("--bucket-mib", type=int, default=32, help="lockstep's bucket_bytes, in MiB")
+    parser.add_argument("--bucket-mib", type=int, default=64, help="lockstep's bucket_bytes, in MiB")
     parser.add_argument("--profile", action="store_true", help="also print where lockstep's time goes")
     parser.add_argument("--json", type=Path, help="also write every number here")
     return parser.parse_args()
