@@ -123,10 +123,8 @@ def make_exchange(world: World, *, to: Destination, itemsize: Callable[[Segment]
     return kind(world, to=to, itemsize=itemsize)
 
 
-class Messages:
-    """Point to point; for gloo."""
-
-    is_padded = False
+class _Mover:
+    """What both ways have: counts, and staging that is used again."""
 
     def __init__(self, world: World, *, to: Destination, itemsize: Callable[[Segment], int]):
         self.traffic = Traffic()
@@ -134,6 +132,18 @@ class Messages:
         self._to = to
         self._itemsize = itemsize
         self._staging = Staging(world.device)
+
+    def rest(self) -> None:
+        self._staging.clear()
+
+    def _receives(self, rank: int) -> bool:
+        return self._to == "all" or rank == 0
+
+
+class Messages(_Mover):
+    """Point to point; for gloo."""
+
+    is_padded = False
 
     def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
         self.traffic.num_exchanges += 1
@@ -156,12 +166,6 @@ class Messages:
                 work.wait(timeout)
         for rank, part in pending.received.items():
             unpack(part, pending.window.parts[rank], place)
-
-    def rest(self) -> None:
-        self._staging.clear()
-
-    def _receives(self, rank: int) -> bool:
-        return self._to == "all" or rank == 0
 
     def _post_receives(self, pending: Pending, place: Place) -> None:
         parts = pending.window.parts
@@ -197,17 +201,10 @@ class Messages:
         write(mine, [place(segment) for segment in mine])
 
 
-class Collective:
+class Collective(_Mover):
     """One all-gather, or one gather to a single rank, of parts padded to the longest; for NCCL."""
 
     is_padded = True
-
-    def __init__(self, world: World, *, to: Destination, itemsize: Callable[[Segment], int]):
-        self.traffic = Traffic()
-        self._world = world
-        self._to = to
-        self._itemsize = itemsize
-        self._staging = Staging(world.device)
 
     def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
         self.traffic.num_exchanges += 1
@@ -215,7 +212,7 @@ class Collective:
         pending = Pending(window, phase, sent=self._staging.take("send", window.nbytes))
         assert pending.sent is not None
         fill(pending.sent, window.parts[self._world.rank], write, self._itemsize)
-        receives = self._to == "all" or self._world.is_main
+        receives = self._receives(self._world.rank)
         whole = self._staging.take("receive", window.nbytes * self._world.size) if receives else None
         if whole is not None:
             pending.received = dict(enumerate(whole.chunk(self._world.size)))
@@ -237,9 +234,6 @@ class Collective:
                 work.wait()
         for rank, part in pending.received.items():
             unpack(part, pending.window.parts[rank], place)
-
-    def rest(self) -> None:
-        self._staging.clear()
 
 
 def _global(world: World, rank: int) -> int:
