@@ -50,5 +50,17 @@ class EngineMismatch(LockstepError):
     """The engine samples from another policy than the trainer updates."""
 
 
+class CanaryFailed(EngineMismatch):
+    """After a commit the engine does not serve what the trainer has; the message says what it seems to serve instead."""
+
+
+class EngineDied(LockstepError):
+    """The engine's process ended; the message has its exit status and its last words."""
+
+
+class EngineUnhealthy(LockstepError):
+    """The engine runs, but does not answer in time, or answers with errors."""
+
+
 class CheckpointError(LockstepError):
     """A checkpoint or run directory cannot be written, read or used."""
