@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lockstep.export.exchange import Exchange, Pending, Traffic, make_exchange
+from lockstep.export.layout import Layout, lay_out, nbytes_of
 from lockstep.export.merge import RowsMerge, merge_elements
-from lockstep.export.schedule import Segment, Window, aligned_bytes, cut
+from lockstep.export.schedule import Segment, aligned_bytes, cut
 from lockstep.export.what import ExportPlan, Factors
 from lockstep.sharding.base import Destination, ShardedModel
 
@@ -70,18 +71,18 @@ class Courier:
         for index in range(len(self._plan.groups)):
             if before is not None and self._is_too_much(index):
                 self._finish(self._main, before)
-                yield before.window.arrived
+                yield before.arrived
                 before = None
             self._gather_factors(index)
-            for window in self._windows(self._main, index):
-                now = self._start(self._main, window)
+            for layout in self._layouts(self._main, index):
+                now = self._start(self._main, layout)
                 if before is not None:
                     self._finish(self._main, before)
-                    yield before.window.arrived
+                    yield before.arrived
                 before = now
         if before is not None:
             self._finish(self._main, before)
-            yield before.window.arrived
+            yield before.arrived
 
     def drop(self, travels: Sequence[int]) -> None:
         """Let go of travels that have arrived and that nobody takes."""
@@ -112,40 +113,43 @@ class Courier:
         return whole.movedim(0, described.shard_dim).contiguous() if described.shard_dim else whole
 
     def _exchange(self, to: Destination) -> Exchange:
-        extents = self._plan.extents
-        return make_exchange(self._sharded.world, to=to, itemsize=lambda segment: extents[segment.travel].itemsize)
+        return make_exchange(self._sharded.world, to=to)
 
     def _travels_of(self, group: int) -> list[int]:
         return [travel for place in self._plan.groups[group] for travel in self._plan.deliveries[place].travels]
 
-    def _windows(self, exchange: Exchange, group: int | Factors) -> list[Window]:
+    def _layouts(self, exchange: Exchange, group: int | Factors) -> list[Layout]:
         """Of a group, or of a batch of factors; kept with a plan that is small, since cutting takes as long as sending then."""
-        key = ("windows", group, exchange.is_padded)
+        key = ("layouts", group, exchange.is_padded)
         if key in self._plan.derived:
             return self._plan.derived[key]
         travels = self._travels_of(group) if isinstance(group, int) else group.travels
         num_ranks = self._sharded.world.size
         limit = part_limit(self._plan, travels, num_ranks, is_padded=exchange.is_padded)
-        windows = cut(travels, self._plan.extents, part_bytes=limit)
+        extents, dtypes = self._plan.extents, [travel.dtype for travel in self._plan.travels]
+        layouts = [lay_out(window, extents, dtypes) for window in cut(travels, extents, part_bytes=limit)]
         if len(self._plan.travels) * num_ranks <= _KEPT_SEGMENTS:
-            self._plan.derived[key] = windows
-        return windows
+            self._plan.derived[key] = layouts
+        return layouts
 
-    def _start(self, exchange: Exchange, window: Window) -> Pending:
-        first = next((segment for part in window.parts for segment in part), None)
+    def _start(self, exchange: Exchange, layout: Layout) -> Pending:
+        first = next((segment for part in layout.window.parts for segment in part), None)
         name = self._plan.travels[first.travel].source if first else "nothing"
+        receives = self.receives or exchange is self._to_all
         self.is_torn = True
         # Without gradients a shard is there at once, and not by way of autograd.
         with torch.no_grad(), torch.profiler.record_function("export::send"):
-            pending = exchange.start(window, write=self._write, place=self._place, phase=f"export of {name}")
+            landing = _Landing(self, layout, receives=receives)
+            pending = exchange.start(layout.window, landing, phase=f"export of {name}")
         self.is_torn = False
         return pending
 
     def _finish(self, exchange: Exchange, pending: Pending) -> None:
         self.is_torn = True
         with torch.no_grad(), torch.profiler.record_function("export::receive"):
-            exchange.finish(pending, place=self._place)
+            exchange.finish(pending)
         pending.works.clear()  # a finished transfer still holds its tensors
+        pending.received.clear()
         self.is_torn = False
 
     def _gather_factors(self, group: int) -> None:
@@ -154,45 +158,57 @@ class Courier:
             if batch.before_group != group:
                 continue
             self._factors.clear()
-            for window in self._windows(self._to_all, batch):
-                self._finish(self._to_all, self._start(self._to_all, window))
+            for layout in self._layouts(self._to_all, batch):
+                self._finish(self._to_all, self._start(self._to_all, layout))
             self._to_all.rest()
             for travel in batch.travels:
                 self._factors[self._plan.travels[travel].source] = self._whole(travel)
 
-    def _arrival(self, travel: int) -> torch.Tensor:
-        """The bytes of the whole tensor, as far as they have come."""
-        nbytes = self._plan.extents[travel].nbytes
-        arriving = torch.empty(nbytes, dtype=torch.uint8, device=self._sharded.world.device)
-        self._arriving[travel] = arriving
-        return arriving
-
     def _whole(self, travel: int) -> torch.Tensor:
         """A travel that has come, taken out."""
         described = self._plan.travels[travel]
-        if travel not in self._arriving:
-            self._arrival(travel)  # it has no elements: nothing ever came
-        return self._arriving.pop(travel).view(described.dtype).view(described.shape)
+        whole = self._arriving.pop(travel, None)
+        if whole is None:  # it has no elements: nothing ever came
+            whole = self.memory(0)
+        return (whole if whole.dtype is described.dtype else whole.view(described.dtype)).view(described.shape)
 
-    def _place(self, segment: Segment) -> torch.Tensor:
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._sharded.world.device)
+
+    def make_arena(self, layout: Layout) -> list[torch.Tensor]:
+        """Memory for all tensors of a window, and its places. Gone once the last of these tensors is."""
+        assert layout.arena is not None
+        arena = self.memory(layout.arena.nbytes)
+        self._arriving.update(zip(layout.arena.travels, layout.arena.tensors.of(arena), strict=True))
+        return layout.arena.places.of(arena)
+
+    def place(self, segment: Segment) -> torch.Tensor:
+        """The bytes where a segment belongs, of a tensor that arrives bit by bit."""
+        extent = self._plan.extents[segment.travel]
         arriving = self._arriving.get(segment.travel)
         if arriving is None:
-            arriving = self._arrival(segment.travel)
-        itemsize = self._plan.extents[segment.travel].itemsize
-        return arriving[segment.start * itemsize : segment.stop * itemsize]
+            arriving = self._arriving[segment.travel] = self.memory(extent.nbytes)
+        return arriving[segment.start * extent.itemsize : segment.stop * extent.itemsize]
 
-    def _write(self, segments: Sequence[Segment], targets: Sequence[torch.Tensor]) -> None:
+    def nbytes_of(self, part: Sequence[Segment]) -> int:
+        return part[-1].offset + nbytes_of(part[-1], self._plan.extents) if part else 0
+
+    @property
+    def rank(self) -> int:
+        return self._sharded.world.rank
+
+    def write(self, segments: Sequence[Segment], targets: Sequence[torch.Tensor]) -> None:
         """This rank's elements as they travel: merged if the plan says so, and cast once, last."""
         plain: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         for segment, target in zip(segments, targets, strict=True):
             travel = self._plan.travels[segment.travel]
-            values, place = self._values(segment), target.view(travel.dtype)
+            place = target if target.dtype is travel.dtype else target.view(travel.dtype)
             if travel.merge is None:
-                plain.append(values)
+                plain.append(self._values(segment))
                 places.append(place)
             else:
-                place.copy_(self._merged(travel.merge, values, segment.start))
+                place.copy_(self._merged(travel.merge, self._values(segment), segment.start))
         if plain:
             torch._foreach_copy_(places, plain)
 
@@ -213,3 +229,37 @@ class Courier:
             first_row = self._sharded.ranges(merge.b)[self._sharded.world.rank][0] // merge.rank
             b = self._sharded.local_flat(merge.b).reshape(-1, merge.rank).to(device)
         return merge_elements(merge, base.to(device), start=start, a=self._factors[merge.a], b=b, first_row=first_row)
+
+
+class _Landing:
+    """`exchange.Landing` of one window: in an arena where it brings whole tensors, else tensor by tensor."""
+
+    def __init__(self, courier: Courier, layout: Layout, *, receives: bool):
+        self._courier = courier
+        self._layout = layout
+        self._parts = layout.window.parts
+        self._places = courier.make_arena(layout) if layout.arena is not None and receives else None
+
+    def nbytes(self, rank: int) -> int:
+        return self._courier.nbytes_of(self._parts[rank])
+
+    def target(self, rank: int) -> torch.Tensor | None:
+        return self._targets(rank)[0].view(torch.uint8) if len(self._parts[rank]) == 1 else None
+
+    def fill(self, part: torch.Tensor) -> None:
+        rank = self._courier.rank
+        self._courier.write(self._parts[rank], self._layout.parts[rank].of(part))
+
+    def unpack(self, rank: int, part: torch.Tensor) -> None:
+        torch._foreach_copy_(self._targets(rank), self._layout.parts[rank].of(part))
+
+    def keep_own(self) -> None:
+        self._courier.write(self._parts[self._courier.rank], self._targets(self._courier.rank))
+
+    def _targets(self, rank: int) -> list[torch.Tensor]:
+        """Views alike to those of the rank's part."""
+        if self._places is not None:
+            assert self._layout.arena is not None
+            return [self._places[place] for place in self._layout.arena.of_rank[rank]]
+        dtype = self._layout.parts[rank].dtype
+        return [self._courier.place(segment).view(dtype) for segment in self._parts[rank]]

@@ -9,7 +9,7 @@ of equally long parts, which is what NCCL is best at.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,16 +17,35 @@ import torch
 import torch.distributed as dist
 
 from lockstep.dist import World, lost_ranks_named
-from lockstep.export.schedule import Segment, Window
+from lockstep.export.schedule import Window
 from lockstep.sharding.base import Destination
 
 # torch 2.13 renamed all_gather_into_tensor and warns of the old name; 2.12 and before have no other.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
-Write = Callable[[Sequence[Segment], Sequence[torch.Tensor]], None]
-"""(segments, their bytes): write this rank's elements of each segment there."""
-Place = Callable[[Segment], torch.Tensor]
-"""Segment -> the bytes of the whole tensor where it belongs."""
+
+class Landing(Protocol):
+    """What a window carries, and where it belongs: the exchange moves bytes and asks this for their places."""
+
+    def nbytes(self, rank: int) -> int:
+        """Length of a rank's part without padding; 0 if it sends nothing."""
+        ...
+
+    def target(self, rank: int) -> torch.Tensor | None:
+        """The bytes where a rank's part belongs as it is, in one piece; None if it has to be unpacked."""
+        ...
+
+    def fill(self, part: torch.Tensor) -> None:
+        """Write this rank's part."""
+        ...
+
+    def unpack(self, rank: int, part: torch.Tensor) -> None:
+        """Copy a rank's part to where it belongs."""
+        ...
+
+    def keep_own(self) -> None:
+        """Write this rank's elements straight to where they belong."""
+        ...
 
 
 @dataclass(slots=True)
@@ -42,7 +61,9 @@ class Traffic:
 class Pending:
     """A window under way. What it needs stays alive until `wait` has returned."""
 
-    window: Window
+    landing: Landing
+    arrived: tuple[int, ...]
+    """What is whole once the window has come."""
     phase: str
     """What a rank that is lost meanwhile was waited for in."""
     works: list[tuple[int | None, dist.Work]] = field(default_factory=list)
@@ -59,11 +80,11 @@ class Exchange(Protocol):
     is_padded: bool
     """Are all parts as long as the longest?"""
 
-    def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
-        """Collective. Fill this rank's part and send it; memory for what comes is taken here."""
+    def start(self, window: Window, landing: Landing, *, phase: str) -> Pending:
+        """Collective. Fill this rank's part and send it."""
         ...
 
-    def finish(self, pending: Pending, *, place: Place) -> None:
+    def finish(self, pending: Pending) -> None:
         """Collective. When this returns, every segment of the window is in place on a rank that receives."""
         ...
 
@@ -94,43 +115,19 @@ class Staging:
         return self._kept[key][:nbytes]
 
 
-def fill(target: torch.Tensor, part: Sequence[Segment], write: Write, itemsize: Callable[[Segment], int]) -> None:
-    """Write every segment of a part to its offset."""
-    write(part, [target[each.offset : each.offset + _nbytes(each, itemsize)] for each in part])
-
-
-def unpack(received: torch.Tensor, part: Sequence[Segment], place: Place) -> None:
-    """Copy every segment of a part to where it belongs: hundreds of small ones in one call."""
-    if not part:
-        return
-    targets = [place(segment) for segment in part]
-    sources = [received[each.offset : each.offset + to.numel()] for each, to in zip(part, targets, strict=True)]
-    torch._foreach_copy_(targets, sources)
-
-
-def _nbytes(segment: Segment, itemsize: Callable[[Segment], int]) -> int:
-    return (segment.stop - segment.start) * itemsize(segment)
-
-
-def _length(part: Sequence[Segment], itemsize: Callable[[Segment], int]) -> int:
-    """Bytes of a part without its padding."""
-    return part[-1].offset + _nbytes(part[-1], itemsize) if part else 0
-
-
-def make_exchange(world: World, *, to: Destination, itemsize: Callable[[Segment], int]) -> Exchange:
+def make_exchange(world: World, *, to: Destination) -> Exchange:
     """What moves bytes fastest between these ranks."""
     kind = Messages if world.device.type == "cpu" else Collective
-    return kind(world, to=to, itemsize=itemsize)
+    return kind(world, to=to)
 
 
 class _Mover:
     """What both ways have: counts, and staging that is used again."""
 
-    def __init__(self, world: World, *, to: Destination, itemsize: Callable[[Segment], int]):
+    def __init__(self, world: World, *, to: Destination):
         self.traffic = Traffic()
         self._world = world
         self._to = to
-        self._itemsize = itemsize
         self._staging = Staging(world.device)
 
     def rest(self) -> None:
@@ -145,38 +142,35 @@ class Messages(_Mover):
 
     is_padded = False
 
-    def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
+    def start(self, window: Window, landing: Landing, *, phase: str) -> Pending:
         self.traffic.num_exchanges += 1
         self._staging.next_window()
-        pending = Pending(window, phase)
-        if self._receives(self._world.rank):
-            self._post_receives(pending, place)
-        mine = window.parts[self._world.rank]
+        pending = Pending(landing, window.arrived, phase)
+        is_kept = self._receives(self._world.rank)
+        if is_kept:
+            self._post_receives(pending)
         receivers = [rank for rank in range(self._world.size) if rank != self._world.rank and self._receives(rank)]
-        if mine and receivers:
-            self._send(pending, mine, receivers, write)
-        if mine and self._receives(self._world.rank):
-            self._keep_own(pending, mine, write, place)
+        if landing.nbytes(self._world.rank):
+            if receivers:
+                self._send(pending, receivers)
+            if is_kept:
+                self._keep_own(pending)
         return pending
 
-    def finish(self, pending: Pending, *, place: Place) -> None:
+    def finish(self, pending: Pending) -> None:
         timeout = datetime.timedelta(seconds=self._world.timeout_s)
         for peer, work in pending.works:
             with lost_ranks_named(self._world, pending.phase, peer):
                 work.wait(timeout)
         for rank, part in pending.received.items():
-            unpack(part, pending.window.parts[rank], place)
+            pending.landing.unpack(rank, part)
 
-    def _post_receives(self, pending: Pending, place: Place) -> None:
-        parts = pending.window.parts
-        sizes = [_length(part, self._itemsize) for part in parts]
-        room = self._staging.take("receive", sum(sizes[r] for r in range(len(parts)) if len(parts[r]) > 1))
-        for rank, part in enumerate(parts):
-            if rank == self._world.rank or not part:
-                continue
-            if len(part) == 1:
-                target = place(part[0])
-            else:
+    def _post_receives(self, pending: Pending) -> None:
+        sizes = [0 if rank == self._world.rank else pending.landing.nbytes(rank) for rank in range(self._world.size)]
+        targets = {rank: pending.landing.target(rank) for rank, size in enumerate(sizes) if size}
+        room = self._staging.take("receive", sum(sizes[rank] for rank, target in targets.items() if target is None))
+        for rank, target in targets.items():
+            if target is None:
                 target, room = room[: sizes[rank]], room[sizes[rank] :]
                 pending.received[rank] = target
             with lost_ranks_named(self._world, pending.phase, rank):
@@ -184,21 +178,21 @@ class Messages(_Mover):
             pending.works.append((rank, _started(work)))
             self.traffic.bytes_received += sizes[rank]
 
-    def _send(self, pending: Pending, mine: Sequence[Segment], receivers: Sequence[int], write: Write) -> None:
-        size = _length(mine, self._itemsize)
+    def _send(self, pending: Pending, receivers: Sequence[int]) -> None:
+        size = pending.landing.nbytes(self._world.rank)
         pending.sent = self._staging.take("send", size)
-        fill(pending.sent, mine, write, self._itemsize)
+        pending.landing.fill(pending.sent)
         for rank in receivers:
             with lost_ranks_named(self._world, pending.phase, rank):
                 work = dist.isend(pending.sent, dst=_global(self._world, rank), group=self._world.data)
             pending.works.append((rank, _started(work)))
             self.traffic.bytes_sent += size
 
-    def _keep_own(self, pending: Pending, mine: Sequence[Segment], write: Write, place: Place) -> None:
+    def _keep_own(self, pending: Pending) -> None:
         if pending.sent is not None:
-            unpack(pending.sent, mine, place)
-            return
-        write(mine, [place(segment) for segment in mine])
+            pending.landing.unpack(self._world.rank, pending.sent)
+        else:
+            pending.landing.keep_own()
 
 
 class Collective(_Mover):
@@ -206,12 +200,13 @@ class Collective(_Mover):
 
     is_padded = True
 
-    def start(self, window: Window, *, write: Write, place: Place, phase: str) -> Pending:
+    def start(self, window: Window, landing: Landing, *, phase: str) -> Pending:
         self.traffic.num_exchanges += 1
         self._staging.next_window()
-        pending = Pending(window, phase, sent=self._staging.take("send", window.nbytes))
-        assert pending.sent is not None
-        fill(pending.sent, window.parts[self._world.rank], write, self._itemsize)
+        sent = self._staging.take("send", window.nbytes)
+        pending = Pending(landing, window.arrived, phase, sent=sent)
+        if landing.nbytes(self._world.rank):
+            landing.fill(sent)
         receives = self._receives(self._world.rank)
         whole = self._staging.take("receive", window.nbytes * self._world.size) if receives else None
         if whole is not None:
@@ -219,21 +214,22 @@ class Collective(_Mover):
             self.traffic.bytes_received += window.nbytes * (self._world.size - 1)
         if self._to == "all":
             assert whole is not None
-            work = getattr(dist, _ALL_GATHER)(whole, pending.sent, group=self._world.data, async_op=True)
+            work = getattr(dist, _ALL_GATHER)(whole, sent, group=self._world.data, async_op=True)
             self.traffic.bytes_sent += window.nbytes * (self._world.size - 1)
         else:
             parts = list(pending.received.values()) if receives else None
-            work = dist.gather(pending.sent, parts, dst=_global(self._world, 0), group=self._world.data, async_op=True)
+            work = dist.gather(sent, parts, dst=_global(self._world, 0), group=self._world.data, async_op=True)
             self.traffic.bytes_sent += 0 if receives else window.nbytes
         pending.works.append((None, _started(work)))
         return pending
 
-    def finish(self, pending: Pending, *, place: Place) -> None:
+    def finish(self, pending: Pending) -> None:
         with lost_ranks_named(self._world, pending.phase):
             for _, work in pending.works:
                 work.wait()
         for rank, part in pending.received.items():
-            unpack(part, pending.window.parts[rank], place)
+            if pending.landing.nbytes(rank):
+                pending.landing.unpack(rank, part)
 
 
 def _global(world: World, rank: int) -> int:

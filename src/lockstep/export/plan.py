@@ -166,7 +166,23 @@ class _Planner:
             dataclasses.replace(spec, dtype=self._wire(spec.dtype)) for each in tensors for spec in each.outputs
         )
         is_plain = len(tensors) == 1 and tensors[0].is_plain and not scratch and not late
-        return Delivery(tuple(travels), outputs, scratch, late, () if is_plain else tuple(tensors))
+        return Delivery(
+            tuple(travels),
+            outputs,
+            scratch,
+            late,
+            () if is_plain else tuple(tensors),
+            is_as_sent=is_plain and self._is_as_sent(travels[0], outputs[0]),
+        )
+
+    def _is_as_sent(self, travel: int, output: TensorSpec) -> bool:
+        sent = self._travels[travel]
+        shape = (
+            (*sent.shape[1 : sent.shard_dim + 1], sent.shape[0], *sent.shape[sent.shard_dim + 1 :])
+            if sent.shard_dim
+            else sent.shape
+        )
+        return sent.dtype is output.dtype and tuple(shape) == output.shape
 
     def _travel(self, name: str, *, wire: bool, merge: RowsMerge | None = None) -> int:
         """Note one travel; its place. `wire`: cast before it travels, since nothing is computed with it afterwards."""

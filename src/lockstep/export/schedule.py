@@ -84,7 +84,7 @@ def cut(travels: Sequence[int], extents: Sequence[Extent], *, part_bytes: int) -
 
 def aligned_bytes(travels: Sequence[int], extents: Sequence[Extent], rank: int) -> int:
     """Length of a rank's part if all of these travels went in one window."""
-    return sum(_aligned(extents[each].nbytes_on(rank)) for each in travels)
+    return sum(aligned(extents[each].nbytes_on(rank)) for each in travels)
 
 
 def num_windows(travels: Sequence[int], extents: Sequence[Extent], *, part_bytes: int) -> int:
@@ -103,7 +103,7 @@ def _window(parts: tuple[tuple[Segment, ...], ...], extents: Sequence[Extent], a
         for part in parts
         for segment in part[-1:]
     ]
-    return Window(parts, _aligned(max(ends, default=0)), tuple(arrived))
+    return Window(parts, aligned(max(ends, default=0)), tuple(arrived))
 
 
 def _stream(travels: Sequence[int], extents: Sequence[Extent], rank: int, limit: int) -> Iterator[list[Segment]]:
@@ -121,13 +121,13 @@ def _stream(travels: Sequence[int], extents: Sequence[Extent], rank: int, limit:
                 continue
             end = min(stop, start + room)
             part.append(Segment(travel, start, end, offset))
-            offset = _aligned(offset + (end - start) * itemsize)
+            offset = aligned(offset + (end - start) * itemsize)
             start = end
     if part:
         yield part
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 

@@ -3,6 +3,9 @@
 The live model is only read. At most `bucket_bytes` plus the largest tensor are held at a time on a rank that receives
 (FSDP1: plus the largest unit instead, since a unit's bytes lie evenly on the ranks and a tensor's do not), and about
 `bucket_bytes / 8` on one that does not. Layers that PEFT itself merges (see docs) take what its merge takes on top.
+
+Small tensors of one bucket lie side by side in one piece of memory, of at most `bucket_bytes / 8`, which goes with the last
+of them: clone what is to outlive the others.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ class WeightStream:
 
     def _gather_all(self) -> Iterator[Bucket]:
         self._check_open()
-        waiting = {travel: index for index, each in enumerate(self.plan.deliveries) for travel in each.travels}
+        waiting = self._waiting()
         missing = [len(each.travels) for each in self.plan.deliveries]
         for arrived in self._arrivals:
             if not self._courier.receives:
@@ -126,6 +129,15 @@ class WeightStream:
                 missing[waiting[travel]] -= 1
             whole = dict.fromkeys(waiting[travel] for travel in arrived if not missing[waiting[travel]])
             yield from self._buckets_of([self.plan.deliveries[index] for index in whole])
+
+    def _waiting(self) -> dict[int, int]:
+        """Travel -> which delivery waits for it."""
+        derived = self.plan.derived
+        if "waiting" not in derived:
+            derived["waiting"] = {
+                travel: index for index, each in enumerate(self.plan.deliveries) for travel in each.travels
+            }
+        return derived["waiting"]
 
     def _buckets_of(self, deliveries: Sequence[Delivery]) -> Iterator[Bucket]:
         """Of what came whole with one window: one bucket, or several where a whole FSDP1 unit ends.
@@ -136,16 +148,19 @@ class WeightStream:
         made: list[tuple[str, torch.Tensor]] = []
         held = 0
         for delivery in deliveries:
-            nbytes = sum(spec.nbytes for spec in delivery.outputs)
+            nbytes = delivery.nbytes
             if made and held + nbytes > limit:
                 yield _emptied(made)
                 self._check_open()
                 held = 0
-            made += self._finish(delivery)
+            made += self._as_sent(delivery) if delivery.is_as_sent else self._finish(delivery)
             held += nbytes
         if made:
             yield _emptied(made)
             self._check_open()
+
+    def _as_sent(self, delivery: Delivery) -> list[tuple[str, torch.Tensor]]:
+        return [(delivery.outputs[0].name, self._courier.take(delivery.travels[0]))]
 
     @torch.no_grad()
     def _finish(self, delivery: Delivery) -> list[tuple[str, torch.Tensor]]:

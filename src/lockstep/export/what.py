@@ -88,6 +88,13 @@ class Delivery:
     """Merges that could not be made before the weight travelled, since ranks hold columns of it; made on arrival as well."""
     hub: tuple[HubTensor, ...] = ()
     """Then, how checkpoint tensors are made of it; empty: the one travel is the one output."""
+    is_as_sent: bool = False
+    """The one travel is the one output to the bit: its shape and its dtype are on the wire what they are planned to be."""
+    nbytes: int = field(init=False)
+    """Of what is handed over."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(spec.nbytes for spec in self.outputs))
 
     def lines(self) -> list[str]:
         merged = [f"  merge {merge.module}: {merge.reason}" for merge in self.scratch]

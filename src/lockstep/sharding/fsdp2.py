@@ -40,11 +40,12 @@ class RowShard:
     is_owner: bool
     fill_device: torch.device
     """Where a parameter that is on meta gets its memory."""
-    _made_as: tuple[torch.dtype, torch.Size] = field(init=False)
-    """Of the whole tensor: `Module.to` and `.data =` change them and leave the object."""
+    _dtype: torch.dtype = field(init=False)
+    """This and `_shape`: of the whole tensor when the plan was made. `Module.to` and `.data =` change them and leave the object."""
+    _shape: torch.Size = field(init=False)
 
     def __post_init__(self) -> None:
-        self._made_as = (self.trained.dtype, self.trained.shape)
+        self._dtype, self._shape = self.trained.dtype, self.trained.shape
 
     @property
     def layout(self) -> str:
@@ -67,13 +68,17 @@ class RowShard:
             self._replace(torch.empty_like(local, device=self.fill_device))
 
     def is_current(self) -> bool:
+        # Asked of every parameter before every export: no generator, no tuple.
         param = self.trained
-        is_there = all(live._parameters.get(attr) is param for live, attr in self.slots)
-        return is_there and (param.dtype, param.shape) == self._made_as
+        for live, attr in self.slots:
+            if live._parameters.get(attr) is not param:
+                return False
+        return param.dtype is self._dtype and param.shape == self._shape
 
     def _local(self) -> torch.Tensor:
-        # The sharded parameter keeps its part also while FSDP2 shows the whole tensor in its slot.
-        return self.trained.to_local().detach() if isinstance(self.trained, DTensor) else self.trained.detach()
+        # The sharded parameter keeps its part also while FSDP2 shows the whole tensor in its slot. `to_local()` would make a view that
+        # autograd knows of, hundreds of times in an export.
+        return (self.trained._local_tensor if isinstance(self.trained, DTensor) else self.trained).detach()
 
     def _replace(self, local: torch.Tensor) -> None:
         """One Parameter under all its names: tied weights stay tied. FSDP2 picks it up before its first forward."""

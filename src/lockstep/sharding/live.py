@@ -200,7 +200,7 @@ class LiveModel:
         return (
             self._contents.is_current()
             and all(self._is_as_planned(each) for each in self._saved_buffers)
-            and all(holding.is_current() for holding in self._holdings.values())
+            and all([holding.is_current() for holding in self._holdings.values()])
         )
 
     def _is_as_planned(self, planned: PlannedTensor) -> bool:
