@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import urllib3
-from urllib3.exceptions import HTTPError, NewConnectionError, TimeoutError
+from urllib3.exceptions import HTTPError, NewConnectionError
+from urllib3.exceptions import TimeoutError as HTTPTimeout
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import Timeout, parse_url
 
@@ -23,6 +24,8 @@ _BODY_WORDS = 300
 _PAUSE_S = 0.1
 _DYING_S = 2.0
 """How long a process whose connection broke may take to be seen dead; a broken connection to a live one costs that much."""
+_REFUSED_S = 0.1
+"""The same where nobody listened: mostly an engine that is still starting."""
 
 
 class EngineRefused(EngineUnhealthy):
@@ -83,9 +86,9 @@ class HttpClient:
                 return self._once(method, path, body, started=started, limit_s=limit_s)
             except (HTTPError, OSError) as error:
                 never_came = isinstance(error, NewConnectionError)  # which urllib3 counts among the timeouts
-                if isinstance(error, TimeoutError) and not never_came:
+                if isinstance(error, HTTPTimeout) and not never_came:
                     raise self._late(method, path, started, limit_s) from error
-                self._raise_if_dead(error)
+                self._raise_if_dead(error, _REFUSED_S if never_came else _DYING_S)
                 is_safe = repeatable or never_came
                 if not left or not is_safe or time.monotonic() - started + _PAUSE_S > limit_s:
                     raise EngineUnhealthy(
@@ -158,8 +161,8 @@ class HttpClient:
             f"{limit_s:g} s; the engine hangs, or the limit (engine.request_timeout_s) is too low for this call"
         )
 
-    def _raise_if_dead(self, error: Exception) -> None:
-        death = None if self._died is None else self._died(_DYING_S)
+    def _raise_if_dead(self, error: Exception, within_s: float) -> None:
+        death = None if self._died is None else self._died(within_s)
         if death is not None:
             raise death from error
 
