@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -41,10 +42,44 @@ class Receiver(Protocol):
         ...
 
 
+class Control(Protocol):
+    """One round trip to the engine's side: how a transport's outlet (the trainer's end) reaches its `Inlet`."""
+
+    def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """The inlet's answer. Both ways JSON-able. Ends within the control's own limit of time.
+
+        Raises `TransportError` with the other side's own words (the error's class and message) where the inlet raised,
+        `EngineDied` where the other side is gone and `EngineUnhealthy` where it does not answer in time.
+        """
+        ...
+
+
+class Inlet(Protocol):
+    """The engine's end of a transport: turns the calls of a `Control` back into calls of its `Receiver`."""
+
+    def handle(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Methods are those of `Receiver`, plus the transport's own. Raises what the receiver raises."""
+        ...
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values in row-major order as flat uint8, on its own device. May alias it; copies what is strided.
+
+    Raises `TransportError` for a tensor without plain bytes (meta, sparse, quantized).
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise TransportError(
+            f"a {tensor.dtype} tensor {list(tensor.shape)} ({tensor.layout}, on {tensor.device}) has no bytes to send; "
+            "updates carry dense tensors with values: make it one before the export"
+        )
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
 def tensor_line(name: str, tensor: torch.Tensor) -> str:
-    """One tensor's part of the digest: name, dtype, shape and the xxh3-128 of its bytes in row-major order."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return f"{name} {tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(cast(bytes, flat.numpy()))}"
+    """One tensor's part of the digest: name (quoted), dtype, shape and the xxh3-128 of its bytes in row-major order."""
+    flat = raw_bytes(tensor).cpu().numpy()
+    return f"{json.dumps(name)} {tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(flat)}"
 
 
 def digest_of(lines: Iterable[str]) -> str:
