@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import xxhash
@@ -79,7 +79,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def tensor_line(name: str, tensor: torch.Tensor) -> str:
     """One tensor's part of the digest: name (quoted), dtype, shape and the xxh3-128 of its bytes in row-major order."""
     flat = raw_bytes(tensor).cpu().numpy()
-    return f"{json.dumps(name)} {tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(flat)}"
+    return f"{json.dumps(name)} {tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(cast(bytes, flat))}"
 
 
 def digest_of(lines: Iterable[str]) -> str:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 
 from lockstep.errors import TransportError
 from lockstep.transport.base import Control, raw_bytes
@@ -58,10 +58,10 @@ class DiskOutlet(Outlet):
         self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._keep = keep
-        self._release = _own(self, self._folder)
-        self._tidy()
         self._path: Path | None = None
         self._files: dict[str, int] = {}
+        self._release = _own(self, self._folder)
+        self._tidy()
 
     def _open(self, manifest: Manifest, payload: dict[str, Any]) -> None:
         self._path = self._folder / f"version-{manifest.version}-{payload['update']}"
@@ -146,12 +146,14 @@ def read_bucket(path: Path, nbytes: int) -> Bucket:
     if not path.is_file() or path.stat().st_size != nbytes:
         found = f"has {path.stat().st_size}" if path.is_file() else "is not there"
         raise TransportError(f"{path} {found}, {nbytes} bytes were written: a torn write; send the update again")
+    data = path.read_bytes()  # not mapped: a file that is cut under a mapping ends the process
     try:
-        with safe_open(path, framework="pt") as file:
-            description = json.loads((file.metadata() or {})["lockstep"])
-            layout = layout_from_json(description["layout"], nbytes)
-            stored = [file.get_tensor(key) for key in description["keys"]]
-    except (SafetensorError, KeyError, ValueError) as error:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        description = json.loads(header[_RESERVED]["lockstep"])
+        layout = layout_from_json(description["layout"], nbytes)
+        tensors = load(data)
+        stored = [tensors[key] for key in description["keys"]]
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise TransportError(
             f"{path} cannot be read ({type(error).__name__}: {error}); send the update again"
         ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lockstep.errors import LockstepError
 from lockstep.transport.base import Receiver, digest_of, tensor_line
 from lockstep.types import Bucket, Manifest
 
@@ -22,7 +23,10 @@ class Pushed:
 
 
 def push(buckets: Iterable[Bucket], receiver: Receiver, manifest: Manifest) -> Pushed:
-    """begin, receive every bucket, commit; on any error abort and raise it. Not collective: each rank feeds its own receiver."""
+    """begin, receive every bucket, commit; on any error abort and raise it, with a note where the abort fails too.
+
+    Not collective: each rank feeds its own receiver.
+    """
     lines: list[str] = []
     nbytes = 0
     receiver.begin(manifest)
@@ -34,6 +38,9 @@ def push(buckets: Iterable[Bucket], receiver: Receiver, manifest: Manifest) -> P
         digest = digest_of(lines)
         receiver.commit(digest)
     except BaseException as error:
-        receiver.abort(f"{type(error).__name__}: {error}")
+        try:
+            receiver.abort(f"{type(error).__name__}: {error}")
+        except LockstepError as second:
+            error.add_note(f"the receiver could not be told: {type(second).__name__}: {second}")
         raise
     return Pushed(manifest.version, digest, nbytes)
