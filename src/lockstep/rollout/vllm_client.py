@@ -1,0 +1,175 @@
+"""One running vLLM server and calls in, its answers over HTTP out: the part of `VllmEngine` that knows vLLM's routes.
+
+Written against vLLM 0.32 and its routes for reinforcement learning (VLLM_SERVER_DEV_MODE=1). Token ids travel over
+/inference/v1/generate (--enable-scale-out), whose answers say which weight version made each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from lockstep.errors import EngineUnhealthy, TransportError
+from lockstep.rollout.http import HttpClient
+
+BASE_MODEL = "base"
+"""Name under which a server that lockstep starts serves its base (--served-model-name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One completion to draw."""
+
+    prompt_ids: tuple[int, ...]
+    params: dict[str, Any]
+    """vLLM's SamplingParams, complete."""
+    model: str
+    """Name of the adapter, or of the base."""
+    salt: str
+    """Keeps what vLLM's prefix cache holds of other weights away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What was drawn."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length", "abort"]
+    weights: tuple[str, ...]
+    """Weight versions of the base that made the tokens, in order, as vLLM recorded them; one where nothing changed."""
+
+
+class Replica(Protocol):
+    """One vLLM engine, over HTTP or in this process."""
+
+    def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """`LockstepWorker.lockstep_call`. Raises what the worker raised, as `TransportError`."""
+        ...
+
+    def ask(self, asks: Sequence[Ask]) -> list[Reply]:
+        """Draw all of them. Calls may come from several threads."""
+        ...
+
+    def pause(self, *, abort: bool) -> None:
+        """Stop taking requests; abort those that run, or wait for them. Nothing is computed until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def reset_cache(self) -> None:
+        """Drop the prefix cache. Raises `EngineUnhealthy` if vLLM does not."""
+        ...
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Make the staged adapter known as `name`."""
+        ...
+
+    def unload_adapter(self, name: str) -> None: ...
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that are known."""
+        ...
+
+    def set_weights(self, label: str) -> None:
+        """What vLLM records from now on as the weight version of each token."""
+        ...
+
+    def weights(self) -> str:
+        """The label last set; "default" after a start."""
+        ...
+
+
+class HttpReplica:
+    """A `Replica` that is a server."""
+
+    def __init__(self, client: HttpClient, *, model: str, request_timeout_s: float, max_in_flight: int = 64):
+        """`model`: name of the server's base. `max_in_flight`: requests that this client keeps running at once."""
+        self.client = client
+        self.model = model
+        self._timeout_s = request_timeout_s
+        self._threads = ThreadPoolExecutor(max_workers=max_in_flight, thread_name_prefix="lockstep-vllm")
+
+    def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
+        body = {"method": "lockstep_call", "args": [method, payload], "timeout": self._timeout_s}
+        (answer,) = self.client.post("/collective_rpc", body)["results"]
+        return read_answer(answer)
+
+    def ask(self, asks: Sequence[Ask]) -> list[Reply]:
+        return list(self._threads.map(self._ask, asks))
+
+    def pause(self, *, abort: bool) -> None:
+        self.client.post(f"/pause?mode={'abort' if abort else 'wait'}", repeatable=True)
+
+    def resume(self) -> None:
+        self.client.post("/resume", repeatable=True)
+
+    def reset_cache(self) -> None:
+        if self.client.post("/reset_prefix_cache", repeatable=True) != {"success": True}:
+            raise EngineUnhealthy("vLLM did not reset its prefix cache: blocks are still in use, though it is paused")
+
+    def load_adapter(self, name: str, path: str) -> None:
+        self.client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> None:
+        self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def adapters(self) -> list[str]:
+        return [card["id"] for card in self.client.get("/v1/models")["data"] if card.get("parent")]
+
+    def set_weights(self, label: str) -> None:
+        self.client.post("/update_weight_version", {"new_version": label}, repeatable=True)
+
+    def weights(self) -> str:
+        return str(self.client.get("/weight_info")["weight_version"])
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.client.close()
+
+    def _ask(self, ask: Ask) -> Reply:
+        body = {
+            "token_ids": list(ask.prompt_ids),
+            "sampling_params": ask.params,
+            "model": ask.model,
+            "cache_salt": ask.salt,
+        }
+        answer = self.client.post("/inference/v1/generate", body, timeout_s=self._timeout_s)
+        (choice,) = answer["choices"]
+        ids = tuple(choice["token_ids"] or ())
+        content = (choice["logprobs"] or {}).get("content") or []
+        if choice["finish_reason"] not in ("stop", "length", "abort"):
+            raise EngineUnhealthy(f"vLLM ended a completion with {choice['finish_reason']!r}: {str(answer)[:300]}")
+        if choice["finish_reason"] != "abort" and [entry["token_id"] for entry in content] != list(ids):
+            raise EngineUnhealthy(f"vLLM's log-probabilities are of other tokens than it drew: {str(answer)[:300]}")
+        return Reply(
+            ids=ids,
+            logprobs=tuple(entry["logprob"] for entry in content),
+            finish=choice["finish_reason"],
+            weights=tuple(span["version"] for span in choice["weight_versions"] or ()),
+        )
+
+
+class RpcControl:
+    """A `Control` of one transport: its calls travel as "shm.begin", "shm.receive" and so on."""
+
+    def __init__(self, replica: Replica, transport: str):
+        self._replica = replica
+        self._transport = transport
+
+    def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return self._replica.call(f"{self._transport}.{method}", payload)
+
+
+def read_answer(answer: Any) -> dict[str, Any]:
+    """The result of a `lockstep_call`. Raises `TransportError` with the worker's own words."""
+    if not isinstance(answer, dict) or not {"ok", "error"} & answer.keys():
+        raise TransportError(f"what answers in vLLM's worker is not lockstep's extension: {str(answer)[:300]}")
+    if "error" in answer:
+        kind = answer["error"]
+        raise TransportError(answer["message"] if kind == "TransportError" else f"{kind}: {answer['message']}")
+    return answer["ok"]
+
+
