@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.train.losses import k3, policy_loss
+from lockstep.data.sequences import Sequences
+from lockstep.train.losses import (
+    CISPO,
+    GSPO,
+    Clip,
+    KLTerm,
+    TokenInputs,
+    actor_loss,
+    aggregate,
+    denominator,
+    k3,
+    policy_loss,
+)
+from lockstep.types import Stat
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -127,3 +140,129 @@ def test_no_tokens_give_zero_with_a_path_for_backward():
     sums.loss_sum.backward()
     assert sums.loss_sum.item() == 0.0
     assert all((stat.total, stat.count) == (0.0, 0) for stat in sums.stats.values())
+
+
+@pytest.mark.parametrize("cuts", [[(0, 2)], [(0, 1), (1, 2)]])
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("token_mean", 1.4), ("seq_mean_token_mean", 2.0), ("seq_mean_token_sum", 3.5), ("constant_length", 0.875)],
+)
+def test_aggregation_by_hand(how, expected, cuts):  # B89: lengths 4 and 1, token losses 1 and 3, T = 4
+    losses, lengths = [torch.ones(4), torch.full((1,), 3.0)], [4, 1]
+    total = sum(aggregate(torch.cat(losses[a:b]), Sequences.of(lengths[a:b]), how) for a, b in cuts)
+    count = denominator(how, num_tokens=5, num_sequences=2, max_tokens=4)
+    assert float(total) / count == pytest.approx(expected, abs=1e-6)
+
+
+def test_with_global_counts_two_ranks_are_one():  # B90: 2 and 6 tokens; FSDP averages over ranks, so world size is undone
+    logprobs, advantages = torch.zeros(8, requires_grad=True), torch.arange(8.0)
+    count = denominator("token_mean", num_tokens=8, num_sequences=2, max_tokens=6)
+    for rank in (slice(0, 2), slice(2, 8)):
+        part = logprobs[rank]
+        (policy_loss(part, part.detach(), advantages[rank], **CLIP).loss_sum * 2 / count / 2).backward()
+    assert torch.equal(logprobs.grad, -advantages / 8)
+
+
+def test_nothing_left_to_train_on_is_zero():  # B84: all samples masked; the denominator is at least 1
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    sequences = Sequences.of([2], mask=torch.zeros(2, dtype=torch.bool))
+    for how in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"):
+        sums = actor_loss(TokenInputs(logprobs, logprobs.detach(), torch.ones(2), sequences), Clip(), aggregation=how)
+        (sums.loss_sum / denominator(how, num_tokens=0, num_sequences=0, max_tokens=64)).backward()
+        assert sums.loss_sum.item() == 0
+        assert sums.stats["ratio"] == Stat(0.0, 0.0)
+    assert not logprobs.grad.any()
+
+
+def inputs(
+    ratios: list[float], advantages: list[float], lengths: list[int] | None = None, **more: Tensor
+) -> TokenInputs:
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    old = torch.zeros_like(logprobs).detach()
+    values = torch.tensor(advantages, dtype=torch.float64)
+    return TokenInputs(logprobs, old, values, Sequences.of(lengths or [len(ratios)]), **more)
+
+
+def test_dual_clip_by_hand():
+    # A < 0 and ratios 2, 2.5, 5: losses 2, 2.5, and 3 (the bound) without a gradient. A > 0 is not touched.
+    tokens = inputs([2, 2.5, 5, 5], [-1, -1, -1, 1])
+    sums = actor_loss(tokens, Clip(0.2, 0.28, dual=3.0), aggregation="token_mean")
+    sums.loss_sum.backward()
+    assert sums.loss_sum.item() == pytest.approx(2 + 2.5 + 3 - 1.28)
+    assert tokens.logprobs.grad.tolist()[0] == pytest.approx(2)
+    assert tokens.logprobs.grad.tolist()[2:] == [0, 0]
+    assert sums.stats["clip_dual"].total == 1
+
+
+def test_gspo_by_hand():
+    # Ratios 4 and 1: the sample's is 2, its gradient 2 A / 2 on either token; ratio 1 for the other sample.
+    tokens = inputs([4, 1, 1], [-1, -1, 3], [2, 1])
+    sums = actor_loss(tokens, GSPO(), aggregation="seq_mean_token_mean")
+    sums.loss_sum.backward()
+    assert sums.loss_sum.item() == pytest.approx(2 - 3)
+    assert tokens.logprobs.grad.tolist() == pytest.approx([1, 1, -3])
+    assert sums.stats["ratio"].mean == pytest.approx(5 / 3)
+
+
+def test_gspo_token_keeps_advantages_of_single_tokens_apart():
+    for gradient, expected in (("token", [2, 4]), ("sequence", [3, 3])):
+        tokens = inputs([4, 1], [-1, -2])
+        actor_loss(tokens, GSPO(gradient=gradient), aggregation="token_mean").loss_sum.backward()
+        assert tokens.logprobs.grad.tolist() == pytest.approx(expected)
+
+
+def test_cispo_by_hand():
+    # Weights 0.5, 1 and 6 cut to 5 have no gradient themselves: the gradient is -weight A on every token.
+    tokens = inputs([0.5, 1, 6], [2, -1, 1])
+    sums = actor_loss(tokens, CISPO(), aggregation="token_mean")
+    sums.loss_sum.backward()
+    assert tokens.logprobs.grad.tolist() == pytest.approx([-1, 1, -5])
+    assert sums.loss_sum.item() == pytest.approx(-math.log(0.5) - 5 * math.log(6))
+    assert sums.stats["clip_high"].total == 1
+
+
+@pytest.mark.parametrize("kind", [Clip(), Clip(dual=3.0), GSPO(), GSPO(gradient="token"), CISPO()])
+def test_on_policy_every_surrogate_has_reinforces_gradient(kind):  # B82
+    logprobs = torch.tensor([-0.3, -7.123, -1e-4], requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -2.0])
+    tokens = TokenInputs(logprobs, logprobs.detach(), advantages, Sequences.of([2, 1]))
+    sums = actor_loss(tokens, kind, aggregation="token_mean")
+    sums.loss_sum.backward()
+    assert torch.equal(logprobs.grad, -advantages)
+    assert sums.stats["ratio"].mean == 1.0
+    assert sums.stats["clip_low"].total == sums.stats["clip_high"].total == 0
+
+
+def test_the_entropy_bonus_raises_the_entropy():
+    entropy = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
+    tokens = inputs([1, 1], [0, 0], entropy=entropy)
+    sums = actor_loss(tokens, Clip(), aggregation="token_mean", entropy_coef=0.1)
+    sums.loss_sum.backward()
+    assert sums.loss_sum.item() == pytest.approx(-0.2)
+    assert entropy.grad.tolist() == [-0.1, -0.1]
+    assert sums.stats["entropy"].mean == 1.0
+
+
+def test_terms_without_their_tensor_are_refused():
+    with pytest.raises(ValueError, match="needs the reference's log-probabilities; none came"):
+        actor_loss(inputs([1], [1]), Clip(), aggregation="token_mean", kl=KLTerm("k3", 0.1))
+    with pytest.raises(ValueError, match="needs the entropy; none came"):
+        actor_loss(inputs([1], [1]), Clip(), aggregation="token_mean", entropy_coef=0.1)
+    with pytest.raises(ValueError, match="with a gradient; it is detached"):
+        actor_loss(inputs([1], [1], entropy=torch.ones(1)), Clip(), aggregation="token_mean", entropy_coef=0.1)
+
+
+@pytest.mark.parametrize("make", [lambda: Clip(low=-0.1), lambda: GSPO(high=-1), lambda: CISPO(low=-1)])
+def test_negative_bounds_are_refused(make):
+    with pytest.raises(ValueError, match="at least 0"):
+        make()
+
+
+def test_a_dual_clip_within_the_range_is_refused():
+    with pytest.raises(ValueError, match=r"dual must be above the clip range"):
+        Clip(high=0.28, dual=1.2)
+
+
+def test_an_unknown_aggregation_is_refused():
+    with pytest.raises(ValueError, match="constant_length; 'mean' came"):
+        denominator("mean", num_tokens=1, num_sequences=1, max_tokens=1)

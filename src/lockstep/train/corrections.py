@@ -75,7 +75,7 @@ def correct(
     is_weight.total^2 / (count * is_weight_squared.total)), is_above and is_below (share of *raw* ratios out of bounds, at
     the rule's level), is_left_out; over samples: is_samples_left_out (every token left out).
     """
-    old, rollout = old_logprobs_N.detach().float(), rollout_logprobs_N.detach().float()
+    old, rollout = old_logprobs_N.detach(), rollout_logprobs_N.detach()
     tokens = log_ratio_at("token", old, rollout, sequences)
     weight, keep = torch.ones_like(tokens), torch.ones_like(tokens, dtype=torch.bool)
     above, below = torch.zeros_like(keep), torch.zeros_like(keep)

@@ -49,7 +49,7 @@ class Clip:
 
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0):
-            raise ValueError(f"expected low and high of at least 0; {self} came")
+            raise ValueError(f"expected low and high at least 0; {self} came")
         if self.dual is not None and not self.dual > 1 + self.high:
             raise ValueError(f"dual must be above the clip range, 1 + high = {1 + self.high}; {self.dual} came")
 
@@ -68,7 +68,7 @@ class GSPO:
 
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0):
-            raise ValueError(f"expected low and high of at least 0; {self} came")
+            raise ValueError(f"expected low and high at least 0; {self} came")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class CISPO:
 
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0):
-            raise ValueError(f"expected low and high of at least 0; {self} came")
+            raise ValueError(f"expected low and high at least 0; {self} came")
 
 
 Surrogate = Clip | GSPO | CISPO
