@@ -18,11 +18,13 @@ from pydantic.fields import FieldInfo
 
 from lockstep.errors import ConfigError
 from lockstep.sections import (
+    CanaryConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     DataSource,
     DistConfig,
+    EngineConfig,
     EvalConfig,
     LoraSection,
     ModelConfig,
@@ -40,11 +42,13 @@ from lockstep.sections import (
 from lockstep.yaml_text import read_yaml, write_yaml
 
 __all__ = [
+    "CanaryConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "DataSource",
     "DistConfig",
+    "EngineConfig",
     "EvalConfig",
     "LoraSection",
     "ModelConfig",

@@ -179,8 +179,9 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["hf"] = Field(
-        default="hf", description="what generates: hf is transformers in the trainer's process, with weights of its own"
+    engine: Literal["hf", "vllm", "sglang"] = Field(
+        default="hf",
+        description="what generates: hf is transformers in the trainer's process, with weights of its own; vllm and sglang are servers (see engine)",
     )
     prompts_per_step: PositiveInt = Field(default=8, description="prompts in one step, over all ranks")
     group_size: PositiveInt = Field(default=8, description="samples per prompt")
@@ -196,6 +197,51 @@ class RolloutConfig(Section):
     batch_tokens: PositiveInt = Field(
         default=65536,
         description="tokens of key-value cache that one generation batch may fill",
+    )
+
+
+class EngineConfig(Section):
+    """Servers that generate (rollout.engine vllm or sglang): started by lockstep, or running already."""
+
+    url: tuple[str, ...] = Field(
+        default=(), description="servers that run already, e.g. [http://127.0.0.1:8000]; empty: lockstep starts them"
+    )
+    python: str = Field(
+        default="",
+        description="Python of the environment that the engine is installed in; empty: .venv-vllm/bin/python (make vllm-env)",
+    )
+    replicas: PositiveInt = Field(default=1, description="servers to start; prompts are dealt out to them")
+    host: str = Field(
+        default="127.0.0.1", description="address that a started server listens on; anything but loopback needs a token"
+    )
+    token_env: str = Field(
+        default="LOCKSTEP_ENGINE_TOKEN", description="environment variable with the server's token, where it has one"
+    )
+    start_timeout_s: PositiveFloat = Field(default=900.0, description="until a started server answers (seconds)")
+    request_timeout_s: PositiveFloat = Field(
+        default=600.0, description="limit of one request: a batch of samples, a drain, an update (seconds)"
+    )
+    max_restarts: NonNegativeInt = Field(
+        default=2, description="how often a server that died is started again in a run; then the run stops"
+    )
+    on_update: Literal["drain", "pause"] = Field(
+        default="drain",
+        description="requests under way when an update begins: wait for them, or abort them and sample them anew afterwards",
+    )
+    args: tuple[str, ...] = Field(default=(), description="more arguments of the server's command line")
+
+
+class CanaryConfig(Section):
+    """After an update the engine generates a fixed probe and the trainer scores it: does it serve what the trainer has?"""
+
+    enabled: bool = Field(default=True, description="check; a failure stops the run with a diagnosis")
+    every_steps: PositiveInt = Field(default=1, description="check after every so many updates")
+    num_prompts: PositiveInt = Field(default=1, description="prompts of the probe")
+    num_samples: PositiveInt = Field(default=4, description="samples per prompt of the probe")
+    num_tokens: PositiveInt = Field(default=16, description="tokens per sample of the probe")
+    tolerance: PositiveFloat | None = Field(
+        default=None,
+        description="root mean square difference of log-probabilities allowed (nats); none: calibrated when the engine first serves",
     )
 
 
@@ -235,8 +281,13 @@ class TrainConfig(Section):
 
 
 class SyncConfig(Section):
-    mode: Literal["adapter", "merged"] = Field(
-        default="adapter", description="what travels to the engine after each step: the LoRA tensors, or merged weights"
+    mode: Literal["adapter", "merged", "auto"] = Field(
+        default="adapter",
+        description="what travels to the engine after each step: the LoRA tensors, or merged weights; auto chooses by what the engine takes and what rounding would lose",
+    )
+    transport: Literal["auto", "shm", "disk"] = Field(
+        default="auto",
+        description="how it travels to a server: shared memory of the host, or files that both see; auto takes shm for a server of this host",
     )
     bucket_mb: PositiveFloat = Field(default=64.0, description="size of one bucket (MiB); bounds the export's memory")
 
@@ -289,6 +340,8 @@ class Config(Section):
         min_length=1, description="reward functions; the total is their weighted sum"
     )
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    canary: CanaryConfig = CanaryConfig()
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig = EvalConfig()

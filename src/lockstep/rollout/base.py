@@ -6,10 +6,23 @@ An engine has weights of its own. They come over `lockstep.transport` only, neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from lockstep.transport.base import Receiver
-from lockstep.types import Draw, Prompt, Sample, Sampling
+from lockstep.types import Draw, Prompt, Sample, Sampling, WeightKind
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What an engine can be sent."""
+
+    kinds: frozenset[WeightKind]
+    """Kinds of update that it takes."""
+    dtype: str
+    """What it computes with, e.g. "float32"."""
+    keeps_prefixes: bool
+    """Does it keep keys and values of prompts between calls? The canary's probe is then long enough to be found there."""
 
 
 class Engine(Receiver, Protocol):
@@ -34,5 +47,45 @@ class Engine(Receiver, Protocol):
 
         Prompt i has slot `draw.first_slot + i`. Raises `ValueError` for an empty prompt or one that does not fit, and
         `StaleWeights` while there is no complete set of weights to serve.
+        """
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end every completion, whatever a call's sampling adds."""
+        ...
+
+    @property
+    def abilities(self) -> Abilities: ...
+
+    @property
+    def is_shared(self) -> bool:
+        """One engine for all ranks (a `SharedEngine`): rank 0 pushes weights to it, the others hold a handle to generate with."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; end what was started for it. Twice is as good as once."""
+        ...
+
+
+class SharedEngine(Engine, Protocol):
+    """An engine outside the trainer's processes. Rank 0 has the engine itself; the other ranks connect by its `handle`.
+
+    Calls raise `EngineDied` or `EngineUnhealthy` when it is gone or does not answer. After a `restart` it has the
+    checkpoint's own weights, says so by its `policy_version` (0), and needs a complete update.
+    """
+
+    def handle(self) -> dict[str, Any]:
+        """What another rank needs to connect, as JSON. New after a restart. Holds the token, if there is one: never log it."""
+        ...
+
+    def saw(self, version: int) -> None:
+        """On a rank that did not push: the engine serves this version from now on."""
+        ...
+
+    def restart(self) -> None:
+        """On rank 0: stop what is left of it, start it again, wait until it is healthy.
+
+        Raises `EngineDied` once the limit of restarts is reached, and for an engine that somebody else started.
         """
         ...
