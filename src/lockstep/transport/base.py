@@ -72,8 +72,10 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
             f"a {tensor.dtype} tensor {list(tensor.shape)} ({tensor.layout}, on {tensor.device}) has no bytes to send; "
             "updates carry dense tensors with values: make it one before the export"
         )
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel() < 2:  # contiguous whatever its stride is, but not to `view`
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def tensor_line(name: str, tensor: torch.Tensor) -> str:

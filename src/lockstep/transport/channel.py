@@ -9,7 +9,6 @@ Nothing is encrypted. On an address other than loopback, give a key of one's own
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import multiprocessing as mp
@@ -27,6 +26,7 @@ from typing import Any
 from lockstep.errors import EngineDied, EngineUnhealthy, TransportError
 from lockstep.transport.base import Inlet
 from lockstep.transport.ends import ReceiverInlet
+from lockstep.transport.hosts import check_secret, listen
 
 log = logging.getLogger(__name__)
 
@@ -120,24 +120,21 @@ class Door:
     """Where an engine's process connects. Close it, or use it in a `with`, once everybody is in."""
 
     def __init__(self, host: str | None = None, *, key: bytes | None = None):
-        """`host` None: a socket in a private folder; an IP address: a free TCP port of it.
+        """`host` None: a socket in a private folder; a host: a free TCP port of that address.
 
-        Raises `ValueError` for an address that is not loopback without a key: whoever has it can serve as the engine.
+        Raises `ValueError` for an address that is not loopback without a key of 16 bytes: who has it can be the engine.
         """
-        if host is not None and not ipaddress.ip_address(host).is_loopback and not key:
-            raise ValueError(
-                f"{host} is reachable from other hosts: give a key (a secret of at least 16 bytes), or use 127.0.0.1"
-            )
+        if host is not None:
+            check_secret(host, key)
         self.key = key or secrets.token_bytes(32)
-        self._folder = None if host is not None else tempfile.TemporaryDirectory(prefix="lockstep-")
-        family = socket.AF_UNIX if host is None else (socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((host, 0) if host is not None else str(Path(self._name()) / "door"))
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if host is not None:
+            self._socket = listen(host)
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(Path(self._folder.name) / "door"))
         self._socket.listen()
-
-    def _name(self) -> str:
-        assert self._folder is not None
-        return self._folder.name
 
     @property
     def address(self) -> Address:

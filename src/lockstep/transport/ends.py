@@ -224,12 +224,16 @@ class ReceiverInlet(ABC):
         self._update = self._manifest = None
         self._free()
 
-    def _deliver(self, seq: int, bucket: Bucket) -> None:
-        """Hand a packet's tensors to the receiver, once. Order does not matter."""
+    def _expect(self, seq: int) -> None:
+        """Raises `TransportError` for a packet that has been delivered already."""
         if seq in self._seen:
             raise TransportError(
                 f"packet {seq} came twice; a control must not repeat calls that the engine has answered"
             )
+
+    def _deliver(self, seq: int, bucket: Bucket) -> None:
+        """Hand a packet's tensors to the receiver, once. Order does not matter."""
+        self._expect(seq)
         self.receiver.receive(bucket)
         self._seen.add(seq)
         self._num_tensors += len(bucket.tensors)
