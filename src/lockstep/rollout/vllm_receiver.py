@@ -50,6 +50,7 @@ class VllmReceiver:
         self._version = 0
         self._kind: WeightKind | None = None
         self._base_version = 0
+        self._label = "default"
         self._base_is_merged = False
         self._serving: str | None = None
         self._stale: str | None = None
@@ -69,11 +70,13 @@ class VllmReceiver:
         if manifest.kind == "adapter":
             self._check_base_takes_adapters(manifest)
             if self._adapters is None:
-                raise TransportError("this vLLM was started without --enable-lora; use sync.mode=merged, or start it with")
+                raise TransportError(
+                    "this vLLM was started without --enable-lora; use sync.mode=merged, or start it with"
+                )
             self._update = AdapterUpdate(self._adapters, manifest)
             return
         self._update = InPlaceUpdate(self._model, manifest)
-        self._serving = None
+        self._serving, self._label = None, "lockstep:torn"
         self._base_is_merged = manifest.kind == "merged"
         self._stale = (
             f"the engine's weights are being overwritten with version {manifest.version}, which is not committed; "
@@ -95,6 +98,7 @@ class VllmReceiver:
             self._adapters.clear()
         self._version = self._base_version = update.manifest.version
         self._kind, self._stale, self._not_read_back = update.manifest.kind, None, update.places.elsewhere
+        self._label = f"lockstep:{self._version}:{uuid.uuid4().hex[:8]}"
 
     def abort(self, reason: str) -> None:
         """See `Receiver.abort`. Nothing to do where no update is open, e.g. after a failed commit."""
@@ -128,6 +132,7 @@ class VllmReceiver:
             "version": self._version,
             "kind": self._kind,
             "base_version": self._base_version,
+            "label": self._label,
             "serving": self._serving,
             "stale": self._stale,
             "not_read_back": list(self._not_read_back),
@@ -240,5 +245,3 @@ class InPlaceUpdate:
         names = {".".join(part for part in name.split(".") if part != "base_layer") for name in loaded or ()}
         self._loaded |= names
         return names
-
-

@@ -7,11 +7,11 @@ dependencies. Written against vLLM 0.32; what it takes from inside vLLM is check
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import vllm
-import vllm._custom_ops as ops
-from vllm.platforms import current_platform
+import vllm  # pyright: ignore[reportMissingImports]
+import vllm._custom_ops as ops  # pyright: ignore[reportMissingImports]
+from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from lockstep.errors import LockstepError, TransportError
 from lockstep.rollout.vllm_receiver import VllmReceiver
@@ -45,6 +45,10 @@ keep_weights_live()
 class LockstepWorker:
     """Mixed into vLLM's worker class. Has one public name, since it must not clash with any of the worker's."""
 
+    if TYPE_CHECKING:
+        model_runner: Any
+        vllm_config: Any
+
     def lockstep_call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
         """One call of a `Control`, `method` being "shm.begin", "disk.commit" and so on, or one of the receiver's own.
 
@@ -60,7 +64,10 @@ class LockstepWorker:
         state = self.__dict__.setdefault("_lockstep_state", None)
         if state is None:
             receiver = VllmReceiver(self)
-            state = self.__dict__["_lockstep_state"] = (receiver, {name: make(receiver) for name, make in _INLETS.items()})
+            state = self.__dict__["_lockstep_state"] = (
+                receiver,
+                {name: make(receiver) for name, make in _INLETS.items()},
+            )
         receiver, inlets = state
         transport, _, call = method.rpartition(".")
         if transport:
