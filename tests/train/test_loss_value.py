@@ -23,6 +23,12 @@ def test_clipping_takes_the_worse_of_both_errors():
     assert sums.stats["value_clip"].mean == pytest.approx(1 / 3)
 
 
+def test_clipping_holds_on_both_sides():
+    old, values = torch.tensor([0.5, 0.5]), torch.tensor([-0.5, 1.5])
+    loss = value_loss(values, old, torch.tensor([-1.0, 2.0]), Sequences.of([2]), clip=0.2).loss_sum
+    assert loss.item() == pytest.approx(0.5 * (1.3**2 + 1.3**2))  # clipped values .3 and .7
+
+
 def test_without_a_clip_it_is_the_squared_error():
     loss = value_loss(VALUES, OLD, RETURNS, Sequences.of([3]), clip=None).loss_sum
     assert loss.item() == pytest.approx(0.5 * (1 + 0.16 + 4))

@@ -168,8 +168,9 @@ def test_nothing_left_to_train_on_is_zero():  # B84: all samples masked; the den
     sequences = Sequences.of([2], mask=torch.zeros(2, dtype=torch.bool))
     for how in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"):
         sums = actor_loss(TokenInputs(logprobs, logprobs.detach(), torch.ones(2), sequences), Clip(), aggregation=how)
-        (sums.loss_sum / denominator(how, num_tokens=0, num_sequences=0, max_tokens=64)).backward()
-        assert sums.loss_sum.item() == 0
+        loss = sums.loss_sum / denominator(how, num_tokens=0, num_sequences=0, max_tokens=64)
+        loss.backward()
+        assert loss.item() == 0
         assert sums.stats["ratio"] == Stat(0.0, 0.0)
     assert not logprobs.grad.any()
 
