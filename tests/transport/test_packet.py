@@ -45,7 +45,7 @@ def test_what_is_packed_is_unpacked_bit_by_bit(update, at_least):
 @settings(max_examples=60, deadline=None)
 @given(tensors())
 def test_raw_bytes_are_those_of_a_plain_copy(tensor):
-    plain = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     assert torch.equal(raw_bytes(tensor), plain)
 
 

@@ -30,7 +30,7 @@ from lockstep.transport.hosts import check_secret, listen
 
 log = logging.getLogger(__name__)
 
-_GONE = (EOFError, BrokenPipeError, ConnectionResetError, ConnectionAbortedError)
+_GONE = (EOFError, OSError)
 _LOOK_S = 0.2
 """How often a wait looks whether the other side is still alive."""
 
