@@ -55,6 +55,7 @@ class HttpClient:
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"an engine's URL looks like http://127.0.0.1:8000; {base_url!r} came")
         self.base_url = base_url.rstrip("/")
+        self.token = token
         self._prefix = (url.path or "").rstrip("/")
         self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._timeout_s = timeout_s

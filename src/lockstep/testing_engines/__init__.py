@@ -1,0 +1,1 @@
+"""Engines for tests: a tiny model that generates for real behind an HTTP server that misbehaves when told to."""
