@@ -13,7 +13,7 @@ from lockstep.errors import TransportError
 from lockstep.transport.collective import CollectiveInlet, CollectiveOutlet
 from lockstep.transport.inproc import push
 from lockstep.transport.keeper import Keeper
-from lockstep.transport.wire import host_store, make_wire
+from lockstep.transport.wire import host_store, make_wire, reach_store
 
 OLD, NEW = random_tensors(1), random_tensors(2)
 
@@ -146,7 +146,7 @@ def test_a_sender_that_is_gone_ends_the_receiving():
     made, limits = {}, {"timeout_s": 20.0, "host": "127.0.0.1", "device": "cpu"}
     joining = threading.Thread(target=lambda: made.update(sender=make_wire("gloo", store, 0, 2, **limits)))
     joining.start()
-    receiver = make_wire("gloo", store, 1, 2, **limits)
+    receiver = make_wire("gloo", reach_store("127.0.0.1", store.port, 20.0), 1, 2, **limits)
     joining.join(20.0)
     timer = threading.Timer(0.2, made["sender"].close)
     timer.start()

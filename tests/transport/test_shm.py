@@ -68,6 +68,28 @@ def test_memory_is_two_slots_of_a_stated_size_and_has_no_name(tmp_path, slot_byt
         assert side.outlet._slots is None and side.inlet._slots is None
 
 
+def test_slots_are_kept_for_updates_that_fit_and_dropped_by_ones_that_fail(tmp_path):
+    """Fresh pages cost more than copying. Who does not have them any more (a restarted engine) gets new ones."""
+    small, calls = TENSORS[:2], []
+    with ends("shm", tmp_path, slot_bytes=400) as side:
+        for named in (TENSORS, small, TENSORS):
+            push(buckets_of(named), side.outlet, manifest_of(named))
+            calls.append(side.control.calls.count("attach"))
+        with pytest.raises(TransportError, match="never came"):
+            push([], side.outlet, manifest_of(TENSORS))
+        assert side.outlet._slots is None and side.inlet._slots is None
+        push(buckets_of(small), side.outlet, manifest_of(small))
+        push(buckets_of(TENSORS), side.outlet, manifest_of(TENSORS))
+        calls.append(side.control.calls.count("attach"))
+        side.control.inlet = shm.ShmInlet(Keeper())
+        done = push(buckets_of(TENSORS), side.outlet, manifest_of(TENSORS))
+        assert held(side.control.inlet.receiver) == done.digest
+        calls.append(side.control.calls.count("attach"))
+        side.control.inlet.close()
+    assert calls == [1, 1, 1, 3, 4]
+    assert side.outlet._slots is None and side.inlet._slots is None, "close lets go"
+
+
 def test_a_begin_that_is_refused_leaves_no_memory(tmp_path, monkeypatch):
     with ends("shm", tmp_path) as side:
         monkeypatch.setattr(side.keeper, "begin", lambda _: 1 / 0)

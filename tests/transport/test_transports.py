@@ -233,6 +233,7 @@ def test_calls_out_of_order_are_named(side):
 def test_a_trainer_that_comes_back_supersedes_what_its_predecessor_left_open(side, tmp_path):
     side.outlet.begin(manifest_of(NEW, 2))
     side.outlet.receive(buckets_of(NEW)[0])
+    side.outlet._wait()
     (tmp_path / "second").mkdir()
     with ends(side.kind, tmp_path / "second", receiver=side.keeper) as second:
         second.control.inlet = side.inlet

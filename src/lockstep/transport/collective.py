@@ -219,7 +219,7 @@ class CollectiveInlet(ReceiverInlet):
             self._wire.close()
         self._wire, self._group = None, ""
 
-    def _free(self) -> None:
+    def _free(self, *, is_committed: bool) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
 

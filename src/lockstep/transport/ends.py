@@ -11,6 +11,7 @@ bucket n is therefore raised by the call for n + 1, or by `commit`.
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -157,13 +158,18 @@ class ReceiverInlet(ABC):
 
     def __init__(self, receiver: Receiver):
         self.receiver = receiver
+        self._lock = threading.Lock()
         self._update: str | None = None
         self._manifest: Manifest | None = None
         self._seen: set[int] = set()
         self._num_tensors = 0
 
     def handle(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """See `Inlet.handle`. An error of begin, a packet or the commit leaves the update open until the abort."""
+        """See `Inlet.handle`. One call at a time. An error of a packet or the commit leaves the update open until the abort."""
+        with self._lock:
+            return self._handle(method, payload)
+
+    def _handle(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
         if method == "begin":
             return self._begin(payload)
         if method == "abort":
@@ -205,7 +211,7 @@ class ReceiverInlet(ABC):
             )
         self.receiver.commit(payload["digest"])
         answer = {"version": self._manifest.version, "digest": payload["digest"], "num_tensors": self._num_tensors}
-        self._end()
+        self._end(is_committed=True)
         return answer
 
     def _abort(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -218,11 +224,11 @@ class ReceiverInlet(ABC):
         try:
             self.receiver.abort(reason)
         finally:
-            self._end()
+            self._end(is_committed=False)
 
-    def _end(self) -> None:
+    def _end(self, *, is_committed: bool) -> None:
         self._update = self._manifest = None
-        self._free()
+        self._free(is_committed=is_committed)
 
     def _expect(self, seq: int) -> None:
         """Raises `TransportError` for a packet that has been delivered already."""
@@ -250,6 +256,6 @@ class ReceiverInlet(ABC):
         """What is left to do before completeness is checked."""
         return
 
-    def _free(self) -> None:
+    def _free(self, *, is_committed: bool) -> None:
         """Let go of the update's memory."""
         return

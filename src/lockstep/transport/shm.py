@@ -2,7 +2,8 @@
 
 Memory: two slots, each as large as `slot_bytes` or the largest tensor of the update, whichever is larger, and no larger
 than the update. The outlet packs bucket n + 1 into one while the engine reads bucket n from the other; each is
-acknowledged by the answer to its "receive". The memory lives for one update, its name only for the begin (`segment`).
+acknowledged by the answer to its "receive". Both ends keep the slots for the next update that fits into them (touching
+fresh pages costs more than copying), until `close` or an update that fails. Their name lives for the begin only (`segment`).
 """
 
 from __future__ import annotations
@@ -72,20 +73,36 @@ class ShmOutlet(Outlet):
         self._folder = folder
         self._slots: Slots | None = None
         self._capacity = 0
+        self._name = ""
+
+    def close(self) -> None:
+        super().close()
+        self._let_go()
 
     def _open(self, manifest: Manifest, payload: dict[str, Any]) -> None:
-        self._capacity = packet_bytes(manifest, self._slot_bytes)
+        needed = packet_bytes(manifest, self._slot_bytes)
+        if self._capacity < needed:
+            self._let_go()
+        answer = self.control.call("begin", {**payload, "slots": self._name})
+        if self._slots is None or answer.get("slots") != self._name:
+            self._let_go()
+            self._make_slots(needed, payload["update"])
+
+    def _make_slots(self, capacity: int, update: str) -> None:
+        """New memory, opened by the engine: it has been restarted, or none of this size has been needed before."""
+        call = {"update": update, "slots": update, "capacity": capacity}
         if self._device.type == "cuda":
-            device_slots = DeviceSlots(self._capacity, self._device)
+            device_slots = DeviceSlots(capacity, self._device)
             self._slots = device_slots
-            self.control.call("begin", {**payload, "capacity": self._capacity, **device_slots.describe()})
-            return
-        segment = Segment.create(NUM_SLOTS * self._capacity, self._folder)
-        self._slots = HostSlots(segment, self._capacity)
-        try:
-            self.control.call("begin", {**payload, "capacity": self._capacity, "segment": str(segment.path)})
-        finally:
-            segment.unlink()
+            self.control.call("attach", {**call, **device_slots.describe()})
+        else:
+            segment = Segment.create(NUM_SLOTS * capacity, self._folder)
+            self._slots = HostSlots(segment, capacity)
+            try:
+                self.control.call("attach", {**call, "segment": str(segment.path)})
+            finally:
+                segment.unlink()
+        self._capacity, self._name = capacity, update
 
     def _send(self, bucket: Bucket) -> None:
         assert self._slots is not None
@@ -97,9 +114,13 @@ class ShmOutlet(Outlet):
             self._start(partial(_call, self.control, payload))
 
     def _free(self, *, is_committed: bool) -> None:
+        if not is_committed:
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._slots is not None:
             self._slots.close()
-            self._slots = None
+        self._slots, self._capacity, self._name = None, 0, ""
 
 
 class ShmInlet(ReceiverInlet):
@@ -109,29 +130,46 @@ class ShmInlet(ReceiverInlet):
         super().__init__(receiver)
         self._slots: Slots | None = None
         self._capacity = 0
+        self._name = ""
+
+    def close(self) -> None:
+        super().close()
+        self._let_go()
 
     def _open(self, manifest: Manifest, payload: dict[str, Any]) -> dict[str, Any]:
-        self._capacity = payload["capacity"]
-        if "segment" in payload:
-            segment = Segment.attach(Path(payload["segment"]), NUM_SLOTS * self._capacity)
-            self._slots = HostSlots(segment, self._capacity)
-        else:
-            self._slots = OpenedDeviceSlots.open(payload, self._capacity)
-        return {}
+        if payload["slots"] != self._name:
+            self._let_go()
+        return {"slots": self._name}
 
     def _other(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
-        if method != "receive":
+        if method == "attach":
+            return self._attach(payload)
+        if method != "receive" or self._slots is None:
             return super()._other(method, payload)
-        assert self._slots is not None
         layout = layout_from_json(payload["layout"], self._capacity)
         self._deliver(payload["seq"], unpack(self._slots.slot(payload["slot"]), layout))
         self._slots.settle()
         return {}
 
-    def _free(self) -> None:
+    def _attach(self, payload: dict[str, Any]) -> dict[str, Any]:
+        self._let_go()
+        capacity = payload["capacity"]
+        if "segment" in payload:
+            segment = Segment.attach(Path(payload["segment"]), NUM_SLOTS * capacity)
+            self._slots = HostSlots(segment, capacity)
+        else:
+            self._slots = OpenedDeviceSlots.open(payload, capacity)
+        self._capacity, self._name = capacity, payload["slots"]
+        return {}
+
+    def _free(self, *, is_committed: bool) -> None:
+        if not is_committed:
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._slots is not None:
             self._slots.close()
-            self._slots = None
+        self._slots, self._capacity, self._name = None, 0, ""
 
 
 def _call(control: Control, payload: dict[str, Any]) -> None:
