@@ -120,7 +120,7 @@ def test_override_of_an_entry_replaces_the_whole_entry(tmp_path: Path):
         ("data.train.colum=x", "unknown key 'data.train.colum'"),
         ("reward.0.wieght=2", "unknown key 'reward.0.wieght'; did you mean 'reward[].weight'?"),
         ("train.zzzzqqq=2", "unknown key 'train.zzzzqqq'; the nearest known key is 'train.lr'"),
-        ("q=2", "unknown key 'q'; known here: checkpoint, data, dist, eval"),
+        ("q=2", "unknown key 'q'; known here: canary, checkpoint, data, dist, engine, eval"),
         ("train.lr=fast", "train.lr: expected a number; 'fast' came"),
         ("train.lr=", "train.lr: expected a number; '' came"),
         ("train.lr=true", "train.lr: expected a number; True came"),

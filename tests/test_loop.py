@@ -16,6 +16,7 @@ from lockstep import loop, signals
 from lockstep.config import build_config
 from lockstep.dist import World
 from lockstep.errors import (
+    CanaryFailed,
     CheckpointError,
     ConfigError,
     DataError,
@@ -30,7 +31,8 @@ from lockstep.rollout.hf import HFEngine
 from lockstep.sampling import sampling_logprobs
 from lockstep.testing import run_ranks
 
-TIMES = ("seconds.", "tokens_per_second.", "step_seconds")
+# The canary compares with earlier versions, which a resumed run has not seen.
+TIMES = ("seconds.", "tokens_per_second.", "step_seconds", "canary/")
 
 
 @pytest.fixture(scope="module")
@@ -333,8 +335,12 @@ def test_raw_logprobs_at_another_temperature_end_the_run(model, tmp_path, monkey
 
     choose = hf_decode._choose
     monkeypatch.setattr(hf_decode, "_choose", drawn_right_said_raw)
+    wrong = {**tree, "run": {**tree["run"], "dir": str(tmp_path / "wrong")}}
+    with pytest.raises(CanaryFailed, match="raw logprobs"):
+        run_training(build_config(wrong), resume=False)
+    wrong |= {"run": {**tree["run"], "dir": str(tmp_path / "unseen")}, "canary": {"enabled": False}}
     with pytest.raises(EngineMismatch, match="does not sample from the policy that is trained"):
-        run_training(build_config({**tree, "run": {**tree["run"], "dir": str(tmp_path / "wrong")}}), resume=False)
+        run_training(build_config(wrong), resume=False)
 
 
 def test_nothing_to_resume_and_resume_without_checkpoint(model, tmp_path, caplog):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from helpers_loop import make_model_folder, recipe
-from lockstep import dist, evaluate, loop
+from lockstep import dist, evaluate, serving
 from lockstep.assemble import assemble
 from lockstep.config import build_config
-from lockstep.errors import StaleWeights
+from lockstep.errors import CanaryFailed, StaleWeights
 from lockstep.evaluate import EvalResult, score_held_out
 from lockstep.loop import run_training
 from lockstep.rollout.hf import HFEngine
@@ -60,7 +60,7 @@ def test_sections_reach_the_parts(model, tmp_path):
         dist.stop(world)
     sampling = parts.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.7, 0.9, 5, 6)
-    assert {9, 11} <= set(sampling.eos_ids) and set(sampling.eos_ids) == set(parts.engine.eos_ids)
+    assert {9, 11} <= set(sampling.eos_ids) and set(sampling.eos_ids) == set(parts.serving.engine.eos_ids)
     assert [unit.module.rpartition(".")[2] for unit in parts.sharded.plan.units] == ["mlp", "mlp", ""]
     base = parts.sharded.module.get_submodule("base_model.model")
     assert base.config._attn_implementation == "eager"
@@ -97,13 +97,13 @@ def test_the_time_limit_ends_a_run_cleanly(model, tmp_path):
 
 
 def test_the_bucket_size_reaches_the_export(model, tmp_path, monkeypatch):
-    real, seen = loop.export_weights, []
+    real, seen = serving.export_weights, []
 
     def export(*args, bucket_bytes, **kwargs):
         seen.append(bucket_bytes)
         return real(*args, bucket_bytes=bucket_bytes, **kwargs)
 
-    monkeypatch.setattr(loop, "export_weights", export)
+    monkeypatch.setattr(serving, "export_weights", export)
     train(model, tmp_path / "run", steps=1, sync={"bucket_mb": 0.5})
     assert seen == [2**19, 2**19]  # before the first rollout, and after the step
 
@@ -113,8 +113,10 @@ def test_samples_of_another_version_are_refused(model, tmp_path, monkeypatch):
     monkeypatch.setattr(
         HFEngine, "generate", lambda *args, **how: [replace(sample, policy_version=7) for sample in real(*args, **how)]
     )
-    with pytest.raises(StaleWeights, match=r"sampled with version \[7\]"):
-        train(model, tmp_path / "run", steps=1)
+    with pytest.raises(StaleWeights, match=r"sampled with version 7 where 0 is due"):
+        train(model, tmp_path / "run", steps=1, canary={"enabled": False})
+    with pytest.raises(CanaryFailed, match="sampled with version 7"):
+        train(model, tmp_path / "other", steps=1)
 
 
 def test_the_best_way_to_ask_counts_before_training(monkeypatch):
@@ -122,7 +124,7 @@ def test_the_best_way_to_ask_counts_before_training(monkeypatch):
     data = SimpleNamespace(held_out=held_out, correct=None, format=None)
     rates = {"plain": 0.2, "kind": 0.6, "odd": 0.1}
     monkeypatch.setattr(
-        evaluate, "evaluate", lambda engine, prompts, *, template, **how: EvalResult(rates[template], None, 1, template)
+        evaluate, "evaluate", lambda generate, prompts, *, template, **how: EvalResult(rates[template], None, 1, template)
     )
     best = score_held_out(None, data, all_templates=True)  # type: ignore[arg-type]
     assert best is not None and (best.template, best.accuracy) == ("kind", 0.6)

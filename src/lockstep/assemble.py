@@ -6,7 +6,10 @@ Cheap checks come first: data, rewards and their errors before any model is load
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,12 +23,14 @@ from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
 from lockstep.dist import World, all_or_none, data_phase
+from lockstep.engines import DTYPES, start_engine
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
 from lockstep.known_warnings import while_recomputing
-from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer, load_whole
+from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
 from lockstep.model.lora import dropout_of, inject_lora
-from lockstep.rollout.hf import HFEngine, resolve_eos_ids
+from lockstep.rollout.base import Engine
+from lockstep.serving import Serving
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fill import fill
 from lockstep.sharding.plan import LayerClasses, plan_sharding
@@ -34,10 +39,13 @@ from lockstep.train.logprobs import probe_packing
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
 from lockstep.types import Prompt, Sampling
+from lockstep.verify.canary import Canary, probe_prompts
+from lockstep.verify.merge_loss import choose_mode, measure_merge_loss
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHORT_PROBE = 32
+"""Tokens of the canary's prompts where the engine keeps nothing of them between calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +67,10 @@ class Parts:
 
     data: Data
     sampling: Sampling
-    engine: HFEngine
+    serving: Serving
     sharded: ShardedModel
     actor: Actor
     state: TrainState
-    export: Export
     dropout: float
     """The adapter's own: that of `lora.init_from`, where there is one."""
 
@@ -86,25 +93,95 @@ def assemble(config: Config, world: World) -> Parts:
         tokenizer = load_tokenizer(files)
         data = load_data(config, tokenizer, rewards)
     sharded = make_sharded(config, files, world)
-    with all_or_none(world, "loading the engine"):
-        engine = make_engine(config, files, tokenizer, world)
-    sampling = make_sampling(config, engine.eos_ids)
-    with data_phase(world, "probing the packing"):
-        probe_packing(sharded.module, config.train.packing, sampling=sampling, pad_id=int(tokenizer.pad_token_id))  # type: ignore[arg-type]
-    sharded.settle()
-    optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
-    actor = Actor(
+    engine, connect = start_engine(config, files, tokenizer, world)
+    try:
+        sampling = make_sampling(config, engine.eos_ids)
+        pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+        with data_phase(world, "probing the packing"):
+            probe_packing(sharded.module, config.train.packing, sampling=sampling, pad_id=pad_id)
+        sharded.settle()
+        optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
+        actor = Actor(
+            sharded,
+            optimizer,
+            train=config.train,
+            sampling=sampling,
+            world=world,
+            pad_id=pad_id,
+            max_new_tokens=config.rollout.max_new_tokens,
+        )
+        canary = make_canary(config, engine, sharded, data.train, sampling=sampling, world=world, pad_id=pad_id)
+        serving = Serving(
+            engine,
+            sharded,
+            export=choose_export(config, engine, sharded),
+            world=world,
+            bucket_bytes=int(config.sync.bucket_mb * 2**20),
+            canary=canary,
+            canary_every=config.canary.every_steps,
+            connect=connect,
+        )
+    except BaseException:
+        engine.close()
+        raise
+    state = TrainState(sharded, optimizer.torch)
+    return Parts(data, sampling, serving, sharded, actor, state, dropout_of(sharded.module))
+
+
+def choose_export(config: Config, engine: Engine, sharded: ShardedModel) -> Export:
+    """Collective. What travels after each step. Raises `ConfigError` for what the engine does not take."""
+    abilities = engine.abilities
+    mode = config.sync.mode
+    if mode == "auto":
+        served = DTYPES.get(abilities.dtype, torch.float32)
+        loss = None
+        if "merged" in abilities.kinds:
+            loss = measure_merge_loss(sharded, served=served, first_step_lr=config.train.lr)
+        choice = choose_mode(loss, abilities)
+        log.info("sync.mode auto: %s (%s)", choice.mode, choice.why)
+        mode = choice.mode
+    if mode not in abilities.kinds:
+        raise ConfigError(
+            f"sync.mode is {mode}, and this engine takes {', '.join(sorted(abilities.kinds))} updates; choose one of these, or auto"
+        )
+    return AdapterExport() if mode == "adapter" else MergedExport()
+
+
+def make_canary(
+    config: Config,
+    engine: Engine,
+    sharded: ShardedModel,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: Sampling,
+    world: World,
+    pad_id: int,
+) -> Canary | None:
+    """What checks the engine after each update; None where the recipe wants none, or cannot have one."""
+    canary = config.canary
+    if not canary.enabled:
+        return None
+    model_len = getattr(
+        cast(Any, sharded.skeleton).config.get_text_config(decoder=True), "max_position_embeddings", None
+    )
+    how_long = {} if engine.abilities.keeps_prefixes else {"length": SHORT_PROBE}
+    return Canary(
         sharded,
-        optimizer,
-        train=config.train,
         sampling=sampling,
         world=world,
-        pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
-        max_new_tokens=config.rollout.max_new_tokens,
+        pad_id=pad_id,
+        prompts=probe_prompts(
+            prompts,
+            num_prompts=canary.num_prompts,
+            max_len=model_len or sys.maxsize,
+            num_tokens=canary.num_tokens,
+            **how_long,
+        ),
+        dtypes=(config.model.dtype, engine.abilities.dtype),
+        num_samples=canary.num_samples,
+        num_tokens=canary.num_tokens,
+        tolerance=canary.tolerance,
     )
-    export = AdapterExport() if config.sync.mode == "adapter" else MergedExport()
-    dropout = dropout_of(sharded.module)
-    return Parts(data, sampling, engine, sharded, actor, TrainState(sharded, optimizer.torch), export, dropout)
 
 
 def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedModel:
@@ -133,18 +210,6 @@ def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedMode
     )
     fill(sharded, files, attention=config.model.attention)
     return sharded
-
-
-def make_engine(config: Config, files: ModelFiles, tokenizer: PreTrainedTokenizerBase, world: World) -> HFEngine:
-    """The rollout engine, with weights of its own: the checkpoint's. Not collective."""
-    model = load_whole(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention, device=world.device)
-    return HFEngine(
-        model,
-        tokenizer=tokenizer,
-        eos_ids=resolve_eos_ids(tokenizer, model.config, model.generation_config, config.rollout.stop_token_ids),
-        device=world.device,
-        cache_tokens=config.rollout.batch_tokens,
-    )
 
 
 def make_sampling(config: Config, eos_ids: tuple[int, ...]) -> Sampling:

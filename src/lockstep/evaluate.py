@@ -9,17 +9,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
 from lockstep import dist
-from lockstep.assemble import Data, encode_held_out, eval_rewards, make_engine, make_sampling
+from lockstep.assemble import Data, encode_held_out, eval_rewards, make_sampling
 from lockstep.checkpoint import read_adapter_folder
 from lockstep.config import Config
 from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.dist import World, agree, all_or_none, sum_over_ranks
+from lockstep.engines import embedded_engine
 from lockstep.errors import ConfigError
 from lockstep.model.load import find_model, load_tokenizer
 from lockstep.observe.progress import configure_logging, make_console
@@ -29,6 +30,14 @@ from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling, Ten
 
 _CHUNK = 64
 """Prompts per rank between two looks at whether the run should stop."""
+
+
+class Generate(Protocol):
+    """Collective: samples for this rank's prompts, which may be none, as `Engine.generate` gives them."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw
+    ) -> list[Sample]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,7 @@ def share(count: int, world: World) -> range:
 
 
 def evaluate(
-    engine: Engine,
+    generate: Generate,
     prompts: Sequence[Prompt],
     *,
     judges: Judges,
@@ -75,31 +84,26 @@ def evaluate(
         if should_stop():
             return None
         chunk = mine[index * _CHUNK : (index + 1) * _CHUNK]
+        draw = Draw(seed=0, step=0, first_slot=chunk.start)
+        samples = generate([prompts[i] for i in chunk], sampling, num_samples=1, draw=draw)
         with all_or_none(world, "evaluation"):
-            samples = _answers(engine, [prompts[i] for i in chunk], sampling, first_slot=chunk.start)
             right += _count(judges.correct, samples)
             formed += _count(judges.format, samples) if judges.format else 0
     right, formed = sum_over_ranks([right, formed], world)
     return EvalResult(right / len(prompts), formed / len(prompts) if judges.format else None, len(prompts), template)
 
 
-def score_held_out(engine: Engine, data: Data, *, all_templates: bool, **how: Any) -> EvalResult | None:
+def score_held_out(generate: Generate, data: Data, *, all_templates: bool, **how: Any) -> EvalResult | None:
     """Collective. Score the held-out data under the training template, or under all and take the highest accuracy: what the
     model can do when asked well. `how` goes to `evaluate`. None where there is no held-out data, or a stop was asked for.
     """
     results: list[EvalResult] = []
     for template, prompts in list(data.held_out.items())[: None if all_templates else 1]:
-        result = evaluate(engine, prompts, judges=Judges(data.correct, data.format), template=template, **how)
+        result = evaluate(generate, prompts, judges=Judges(data.correct, data.format), template=template, **how)
         if result is None:
             return None
         results.append(result)
     return max(results, key=lambda result: result.accuracy, default=None)
-
-
-def _answers(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, first_slot: int) -> list[Sample]:
-    if not prompts:
-        return []
-    return engine.generate(prompts, sampling, num_samples=1, draw=Draw(seed=0, step=0, first_slot=first_slot))
 
 
 def _count(judge: RewardSet, samples: Sequence[Sample]) -> int:
@@ -119,7 +123,7 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
         tokenizer = load_tokenizer(files)
         rows = load_rows(config.data.eval, origin="data.eval")
         held_out = encode_held_out(config.data, rows, tokenizer, templates)
-        engine = make_engine(config, files, tokenizer, world)
+        engine = embedded_engine(config, files, tokenizer, world)
         if adapter is not None:
             _push_folder(engine, Path(adapter))
         sampling = replace(
@@ -127,7 +131,7 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
         )
         chosen = {name: held_out[name] for name in templates or held_out}
         results = [
-            evaluate(engine, prompts, judges=judges, sampling=sampling, world=world, template=name)
+            evaluate(_together(engine, world), prompts, judges=judges, sampling=sampling, world=world, template=name)
             for name, prompts in chosen.items()
         ]
         console.print(
@@ -136,6 +140,16 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
     finally:
         dist.stop(world)
     return 0
+
+
+def _together(engine: Engine, world: World) -> Generate:
+    """One rank's failure is every rank's."""
+
+    def generate(prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw) -> list[Sample]:
+        with all_or_none(world, "evaluation"):
+            return engine.generate(prompts, sampling, num_samples=num_samples, draw=draw) if prompts else []
+
+    return generate
 
 
 def _push_folder(engine: Engine, folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,18 +20,16 @@ from lockstep.assemble import Parts, assemble
 from lockstep.config import Config
 from lockstep.data.items import make_items
 from lockstep.dist import World
-from lockstep.errors import StaleWeights
 from lockstep.evaluate import EvalResult, run_eval, score_held_out, share
-from lockstep.export.stream import export_weights
 from lockstep.observe.metrics import refuse_empty, reward_stats
 from lockstep.observe.observer import Observer
 from lockstep.observe.progress import configure_logging, make_console
 from lockstep.observe.report import Carried
 from lockstep.rundir import RunDir, open_run_dir
 from lockstep.sampling import step_seed
+from lockstep.serving import Synced
 from lockstep.signals import stop_requested
 from lockstep.train.step import UpdateResult
-from lockstep.transport.inproc import Pushed, push
 from lockstep.types import Draw, ScoredSample
 from lockstep.verify.mismatch import check_mismatch
 
@@ -59,7 +58,10 @@ def _train_in(world: World, config: Config, *, resume: bool) -> None:
         run = open_run_dir(config, resume=resume, is_main=world.is_main)
     with run:
         found, parts = checkpoint.newest(run.checkpoints, world) if resume else None, assemble(config, world)
-        with Observer(config, run, world, resume_step=found.step if found else 0) as observer:
+        with (
+            closing(parts.serving),
+            Observer(config, run, world, resume_step=found.step if found else 0) as observer,
+        ):
             loop = Loop(config, world, parts=parts, run=run, observer=observer)
             if found is not None:
                 loop.restore(found)
@@ -104,8 +106,8 @@ class Loop:
             update = self.parts.actor.update(items, step=self.step)
             phase.tokens = self.total(sum(len(item.prompt_ids) + len(item.ids) for item in items))
         self.step += 1
-        pushed = self.sync()
-        metrics: dict[str, float] = {"policy_version": self.step, "sync_bytes": pushed.nbytes}
+        synced = self.sync()
+        metrics = {"policy_version": float(self.step), "sync_bytes": float(synced.pushed.nbytes), **synced.metrics}
         metrics["frac_reward_zero_std"] = self.total(zero_groups) / self.config.rollout.prompts_per_step
         metrics["step_seconds"] = time.perf_counter() - began
         self.record(scored, update=update, metrics=metrics)
@@ -121,25 +123,17 @@ class Loop:
         mine = share(len(indices), self.world)
         prompts = [data.train[indices[slot]] for slot in mine]
         with self.observer.phase("generate") as phase:
-            with dist.all_or_none(self.world, "rollout"):
-                draw = Draw(config.run.seed, self.step, first_slot=mine.start)
-                num_samples = config.rollout.group_size
-                samples = self.parts.engine.generate(prompts, self.parts.sampling, num_samples=num_samples, draw=draw)
+            draw = Draw(config.run.seed, self.step, first_slot=mine.start)
+            num_samples = config.rollout.group_size
+            samples = self.parts.serving.generate(prompts, self.parts.sampling, num_samples=num_samples, draw=draw)
             phase.tokens = self.total(sum(len(sample.ids) for sample in samples))
         with self.observer.phase("reward"), dist.all_or_none(self.world, "reward"):
-            stale = {sample.policy_version for sample in samples} - {self.step}
-            if stale:
-                raise StaleWeights(f"step {self.step}: the engine sampled with version {sorted(stale)} instead")
             return data.rewards.score(samples)
 
-    def sync(self) -> Pushed:
-        """Collective. Export the trainer's weights and have the engine serve them, as one proven transaction."""
-        bucket_bytes = int(self.config.sync.bucket_mb * 2**20)
-        with (
-            self.observer.phase("sync"),
-            export_weights(self.parts.sharded, self.parts.export, bucket_bytes=bucket_bytes) as stream,
-        ):
-            return push(stream, self.parts.engine, stream.manifest(self.step))
+    def sync(self) -> Synced:
+        """Collective. The engine serves the trainer's weights, as one transaction, and the canary has seen it."""
+        with self.observer.phase("sync"):
+            return self.parts.serving.sync(self.step)
 
     def record(self, scored: Sequence[ScoredSample], *, update: UpdateResult, metrics: dict[str, float]) -> None:
         """Collective. The step's numbers over all ranks, to disk and screen."""
@@ -168,7 +162,7 @@ class Loop:
         greedy = replace(self.parts.sampling, temperature=0.0, max_new_tokens=self.config.eval.max_new_tokens)
         how: dict[str, Any] = {"sampling": greedy, "world": self.world, "should_stop": self.is_stopped}
         with self.observer.phase(f"eval {name}"):
-            result = score_held_out(self.parts.engine, self.parts.data, all_templates=name == "before", **how)
+            result = score_held_out(self.parts.serving.generate, self.parts.data, all_templates=name == "before", **how)
         if result is not None:
             self.observer.score(name, result)
         return result

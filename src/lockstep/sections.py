@@ -181,7 +181,7 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["hf", "vllm", "sglang"] = Field(
         default="hf",
-        description="what generates: hf is transformers in the trainer's process, with weights of its own; vllm and sglang are servers (see engine)",
+        description="what generates: hf is transformers in the trainer's process; vllm and sglang are servers (see engine)",
     )
     prompts_per_step: PositiveInt = Field(default=8, description="prompts in one step, over all ranks")
     group_size: PositiveInt = Field(default=8, description="samples per prompt")
@@ -283,11 +283,11 @@ class TrainConfig(Section):
 class SyncConfig(Section):
     mode: Literal["adapter", "merged", "auto"] = Field(
         default="adapter",
-        description="what travels to the engine after each step: the LoRA tensors, or merged weights; auto chooses by what the engine takes and what rounding would lose",
+        description="what travels to the engine after each step: the LoRA tensors, or merged weights; auto chooses, and says why",
     )
     transport: Literal["auto", "shm", "disk"] = Field(
         default="auto",
-        description="how it travels to a server: shared memory of the host, or files that both see; auto takes shm for a server of this host",
+        description="how it travels to a server: the host's shared memory, or files that both see; auto: shm on one host",
     )
     bucket_mb: PositiveFloat = Field(default=64.0, description="size of one bucket (MiB); bounds the export's memory")
 

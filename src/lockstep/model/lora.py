@@ -93,6 +93,12 @@ def inject_empty_lora(model: PreTrainedModel, lora: LoraSection, *, target_param
         return _inject(model, config)
 
 
+def largest_rank(folder: Path) -> int:
+    """Of the adapter in a PEFT folder; an engine has to be started for it. Raises `ModelError` if it holds none."""
+    config = _read_config(str(folder))
+    return max([config.r, *(config.rank_pattern or {}).values()])
+
+
 @contextmanager
 def reference_policy(model: PeftModel) -> Iterator[None]:
     """Inside, the model computes the policy that training started from: adapter off, or the frozen "reference" adapter.

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.errors import LockstepError, ModelError, StaleWeights, TransportError
-from lockstep.rollout.base import Engine
+from lockstep.rollout.base import Abilities, Engine
 from lockstep.rollout.hf_batch import Batch, Budget, plan_batches
 from lockstep.rollout.hf_decode import Completions, LastLogits, complete
 from lockstep.rollout.hf_names import checkpoint_tensors
 from lockstep.rollout.hf_weights import AdapterHost, AdapterUpdate, InPlaceUpdate, Update
 from lockstep.sampling import check_sampling, row_uniforms
-from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling
+from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling, WeightKind
 
 _FORWARD_TOKENS = {"cpu": 32}
 _FORWARD_TOKENS_GPU = 1024
@@ -105,6 +105,19 @@ class HFEngine(Engine):
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end every completion, whatever a call's sampling adds."""
         return self._eos_ids
+
+    @property
+    def abilities(self) -> Abilities:
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return Abilities(frozenset(get_args(WeightKind)), dtype, keeps_prefixes=False)
+
+    @property
+    def is_shared(self) -> bool:
+        """Never: each rank has its own."""
+        return False
+
+    def close(self) -> None:
+        """Nothing to do: its memory goes with it."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw) -> list[Sample]:
         """See `Engine.generate`. While an adapter update is open, the old version is served."""
