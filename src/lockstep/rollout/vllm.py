@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from lockstep.errors import ConfigError, LockstepError, StaleWeights, TransportError
 from lockstep.rollout.base import Abilities, SharedEngine
-from lockstep.rollout.vllm_client import ADAPTER_PREFIX, Ask, RpcControl
+from lockstep.rollout.vllm_client import ADAPTER_PREFIX, Ask, HttpReplica, RpcControl
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_gate import Gate
 from lockstep.rollout.vllm_sampling import check_for_vllm, row_seed, to_sample, vllm_params
@@ -103,7 +103,8 @@ class VllmEngine(SharedEngine):
 
     @property
     def is_shared(self) -> bool:
-        return True
+        """Whether it is a server: a vLLM in this process serves this rank only."""
+        return all(isinstance(replica, HttpReplica) for replica in self.fleet.replicas)
 
     @property
     def abilities(self) -> Abilities:

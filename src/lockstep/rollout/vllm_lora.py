@@ -3,7 +3,7 @@
 vLLM loads an adapter from a path that its front end was told. Here that path is a name: "lockstep:" and an id, and vLLM's
 loader is given the staged tensors where it would read files. So a slot that vLLM evicts or drops (its `reload_weights` drops
 all) is filled again from the same tensors. vLLM's prefix cache tells adapters apart by name and path, and no path is ever
-used twice. Runs inside vLLM's worker process.
+used twice. Runs inside vLLM's worker process, but imports nothing of vllm.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from __future__ import annotations
 import difflib
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
-from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
-from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
 from lockstep.errors import TransportError
 from lockstep.transport.base import Ledger, digest_of, tensor_line
@@ -40,16 +37,25 @@ _UNDERSTOOD = {"r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern"
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
+class Helper(Protocol):
+    """vLLM's reading of a PEFT configuration (vllm.lora.peft_helper.PEFTHelper)."""
+
+    def validate_legal(self, lora_config: Any) -> None: ...
+
+    def get_rank_and_scaling(self, module_name: str) -> tuple[int, float]: ...
+
+
 class AdapterHost:
     """vLLM's LoRA manager and the adapters staged for it, by path."""
 
-    def __init__(self, manager: Any):
-        """`manager`: vLLM's WorkerLoRAManager; the method by which it reads adapters is wrapped. Raises `TransportError`
-        where it has none."""
-        read: Callable[[LoRARequest], LoRAModel] | None = getattr(manager, "_load_adapter", None)
+    def __init__(self, manager: Any, read_config: Callable[[dict[str, Any]], Helper]):
+        """`manager`: vLLM's WorkerLoRAManager; the method by which it reads adapters is wrapped. `read_config`: vLLM's
+        own reading of a PEFT configuration. Raises `TransportError` for a manager without that method."""
+        read: Callable[[Any], Any] | None = getattr(manager, "_load_adapter", None)
         if read is None:
             raise TransportError("this vLLM's LoRA manager has no _load_adapter, which lockstep needs; use vLLM 0.32.0")
         self._manager = manager
+        self.read_config = read_config
         self._read_files = read
         self._staged: dict[str, AdapterUpdate] = {}
         self._ids: dict[str, int] = {}
@@ -125,7 +131,7 @@ class AdapterHost:
             unread += _check_layer(update, name, layer, self.parts.get(name, [name]), slot)
         return tuple(unread)
 
-    def _load(self, request: LoRARequest) -> LoRAModel:
+    def _load(self, request: Any) -> Any:
         """Stands in for vLLM's `_load_adapter`: other paths are read as ever."""
         if not request.lora_path.startswith(PREFIX):
             return self._read_files(request)
@@ -180,7 +186,7 @@ class AdapterUpdate:
         return self._host.stage(self)
 
 
-def _helper(manifest: Manifest, host: AdapterHost) -> PEFTHelper:
+def _helper(manifest: Manifest, host: AdapterHost) -> Helper:
     """vLLM's reading of the PEFT configuration, after everything in it that vLLM would ignore has been refused."""
     values = dict(manifest.adapter_config or {})
     if values.get("peft_type") != "LORA":
@@ -196,7 +202,7 @@ def _helper(manifest: Manifest, host: AdapterHost) -> PEFTHelper:
     if odd:
         raise TransportError(f"vLLM cannot serve an adapter with {odd}: it would ignore that; use sync.mode=merged")
     try:
-        helper = PEFTHelper.from_dict(values)
+        helper = host.read_config(values)
         helper.validate_legal(host.config)
     except (TypeError, ValueError) as error:
         raise TransportError(
@@ -206,7 +212,7 @@ def _helper(manifest: Manifest, host: AdapterHost) -> PEFTHelper:
     return helper
 
 
-def _check_tensors(manifest: Manifest, host: AdapterHost, helper: PEFTHelper) -> dict[str, tuple[str, str, float]]:
+def _check_tensors(manifest: Manifest, host: AdapterHost, helper: Helper) -> dict[str, tuple[str, str, float]]:
     found: dict[str, dict[str, str]] = {}
     for spec in manifest.specs:
         module, _, kind = spec.name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")

@@ -26,7 +26,7 @@ class Places:
     elsewhere: tuple[str, ...]
     """Checkpoint names whose place is not known: vLLM's loader puts them where it sees fit. Verified on arrival only."""
     untouched: tuple[str, ...]
-    """vLLM's names of parameters, or the checkpoint names of their parts, that no view of this update covers."""
+    """vLLM's names of the parameters that no view covers; a tied one under its first name."""
 
 
 def live_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -58,8 +58,8 @@ def find_places(model: nn.Module, specs: Sequence[TensorSpec]) -> Places:
             touched.add(id(live[name]))
     _check_dtypes(specs, views)
     _check_ties(views)
-    untouched = [name for name, parameter in live.items() if id(parameter) not in touched]
-    return Places(views, tuple(spec.name for spec in specs if spec.name not in views), tuple(untouched))
+    untouched = {id(parameter): name for name, parameter in reversed(live.items()) if id(parameter) not in touched}
+    return Places(views, tuple(spec.name for spec in specs if spec.name not in views), tuple(untouched.values()))
 
 
 def _renamed(model: nn.Module, name: str) -> str:
@@ -71,7 +71,8 @@ def _renamed(model: nn.Module, name: str) -> str:
 
 
 def _fused(model: nn.Module, live: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, list[str]]:
-    """Fused parameter -> its parts in order, where all of them are in the update."""
+    """Fused parameter -> its parts in order. Raises `TransportError` where the update has some of them: vLLM's loader would
+    report the parameter as loaded."""
     given = set(names)
     mapping: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
@@ -79,7 +80,10 @@ def _fused(model: nn.Module, live: Mapping[str, Tensor], names: Iterable[str]) -
         prefix, _, kind = name.rpartition(".")
         head, _, module = prefix.rpartition(".")
         parts = [f"{head}.{part}.{kind}" for part in mapping.get(module, ())]
-        if len(parts) > 1 and given.issuperset(parts):
+        missing = [part for part in parts if part not in given]
+        if missing and len(missing) < len(parts):
+            raise TransportError(f"the update leaves out {missing}, parts of vLLM's {name}; send all of {parts}")
+        if len(parts) > 1 and not missing:
             found[name] = parts
     return found
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import TransportError
-from lockstep.rollout.vllm_lora import AdapterHost, AdapterUpdate
+from lockstep.rollout.vllm_lora import AdapterHost, AdapterUpdate, Helper
 from lockstep.rollout.vllm_params import describe_base, find_places, packed_parameters
 from lockstep.transport.base import Ledger, digest_of, tensor_line
 from lockstep.types import Bucket, Manifest, WeightKind
@@ -32,8 +32,11 @@ class Worker(Protocol):
 class VllmReceiver:
     """The `Receiver` of one vLLM worker. vLLM calls it between two steps of its engine, never during one."""
 
-    def __init__(self, worker: Worker):
-        """Raises `TransportError` for an engine of several workers, whose shards cannot be read back."""
+    def __init__(self, worker: Worker, *, read_config: Callable[[dict[str, Any]], Helper]):
+        """`read_config`: vLLM's own reading of a PEFT configuration.
+
+        Raises `TransportError` for an engine of several workers, whose shards cannot be read back.
+        """
         self._worker = worker
         world = worker.vllm_config.parallel_config.world_size
         if world != 1:
@@ -44,7 +47,7 @@ class VllmReceiver:
         self.instance = uuid.uuid4().hex
         """Names this life of the worker: a restarted one has another."""
         manager = worker.model_runner.lora_manager if worker.vllm_config.lora_config else None
-        self._adapters = None if manager is None else AdapterHost(manager)
+        self._adapters = None if manager is None else AdapterHost(manager, read_config)
         self._update: AdapterUpdate | InPlaceUpdate | None = None
         self._ready: AdapterUpdate | None = None
         self._version = 0

@@ -105,7 +105,7 @@ class VllmServer:
                 "PYTHONSAFEPATH": "1",
                 **({} if self.token is None else {TOKEN_ENV: self.token}),
                 **self.env,
-                "PYTHONPATH": str(package),
+                "PYTHONPATH": os.pathsep.join([str(package), *filter(None, [self.env.get("PYTHONPATH")])]),
             }
         )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm  # pyright: ignore[reportMissingImports]
 import vllm._custom_ops as ops  # pyright: ignore[reportMissingImports]
+from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from lockstep.errors import LockstepError, TransportError
@@ -63,7 +64,7 @@ class LockstepWorker:
     def _lockstep_dispatch(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
         state = self.__dict__.setdefault("_lockstep_state", None)
         if state is None:
-            receiver = VllmReceiver(self)
+            receiver = VllmReceiver(self, read_config=PEFTHelper.from_dict)
             state = self.__dict__["_lockstep_state"] = (
                 receiver,
                 {name: make(receiver) for name, make in _INLETS.items()},
