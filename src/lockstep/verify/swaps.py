@@ -162,8 +162,8 @@ def _forward_with(caller: nn.Module, slots: list[tuple[nn.Module, str, Change]])
 
 @contextmanager
 def _slot_as(module: nn.Module, attr: str, change: Change) -> Iterator[None]:
-    """The tensor that hangs there replaced for a while. FSDP1 hangs gathered parameters beside `_parameters`."""
-    home: dict[str, Any] = module._parameters if attr in module._parameters else module.__dict__
+    """The tensor that hangs there replaced for a while. What FSDP1 gathered also hangs beside `_parameters`, and is seen first."""
+    home: dict[str, Any] = module.__dict__ if attr in module.__dict__ else module._parameters
     before = home[attr]
     home[attr] = change(before)
     try:
