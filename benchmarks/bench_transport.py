@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from lockstep.transport.base import Receiver, digest_of, tensor_line
 from lockstep.transport.channel import Address, ConnectionControl, Door, knock, serve
 from lockstep.transport.collective import CollectiveInlet, CollectiveOutlet
 from lockstep.transport.disk import DiskInlet, DiskOutlet
-from lockstep.transport.ends import Outlet
+from lockstep.transport.ends import Outlet, ReceiverInlet
 from lockstep.transport.inproc import push
 from lockstep.transport.keeper import Keeper
 from lockstep.transport.shm import ShmInlet, ShmOutlet
@@ -53,6 +55,8 @@ class Row:
     fastest: float
     ratio: float
     """Seconds over those of `inproc`."""
+    cpu_ratio: float
+    """CPU seconds of both processes over those of `inproc`: what else the machine does hardly changes it."""
     num_tensors: int
     nbytes: int
 
@@ -92,11 +96,21 @@ def make_update(shapes: dict[str, tuple[int, ...]], bucket_bytes: int) -> tuple[
     return [*buckets, Bucket(tuple(held))], specs
 
 
+class Clocked:
+    """An inlet that also tells what its process has spent."""
+
+    def __init__(self, inlet: ReceiverInlet):
+        self._inlet = inlet
+
+    def handle(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return {"cpu_s": time.process_time()} if method == "clock" else self._inlet.handle(method, payload)
+
+
 def serve_all(address: Address, key: bytes, kinds: list[str]) -> None:
     """The other process: one connection per transport, a keeper behind each."""
     torch.set_num_threads(1)
     for kind in kinds:
-        serve(INLETS[kind](Keeper()), knock(address, key))
+        serve(Clocked(INLETS[kind](Keeper())), knock(address, key))
 
 
 def make_outlet(kind: str, control: ConnectionControl, folder: Path, slot_bytes: int) -> Outlet:
@@ -143,17 +157,27 @@ def measure_update(
     digests = {way() for way in ways.values()}
     assert len(digests) == 1, f"the transports disagree: {digests}"
     times: dict[str, list[float]] = {kind: [] for kind in ways}
+    cpu: dict[str, list[float]] = {kind: [] for kind in ways}
     for _ in range(rounds):
         for kind, way in ways.items():
-            began = time.perf_counter()
+            clock = partial(_cpu_seconds, receivers.get(kind))
+            began, cpu_began = time.perf_counter(), clock()
             way()
             times[kind].append(time.perf_counter() - began)
-    base = statistics.median(times["inproc"])
+            cpu[kind].append(clock() - cpu_began)
+    middle = {kind: (statistics.median(times[kind]), statistics.median(cpu[kind])) for kind in ways}
+    base, cpu_base = middle["inproc"]
     nbytes = sum(spec.nbytes for spec in specs)
     return [
-        Row(update, kind, statistics.median(found), min(found), statistics.median(found) / base, len(specs), nbytes)
-        for kind, found in times.items()
+        Row(update, kind, wall, min(times[kind]), wall / base, spent / cpu_base, len(specs), nbytes)
+        for kind, (wall, spent) in middle.items()
     ]
+
+
+def _cpu_seconds(receiver: Receiver | None) -> float:
+    """Spent so far, by this process and by the one behind the receiver."""
+    theirs = receiver.control.call("clock", {})["cpu_s"] if isinstance(receiver, Outlet) else 0.0
+    return time.process_time() + theirs
 
 
 def main() -> None:
@@ -170,7 +194,7 @@ def main() -> None:
         rate = row.nbytes / row.seconds / 1e9
         print(
             f"{row.update:8} {row.transport:14} {row.seconds * 1e3:9.1f} ms (fastest {row.fastest * 1e3:8.1f})  "
-            f"{row.ratio:5.2f} x inproc  {rate:6.2f} GB/s  {row.num_tensors} tensors, {row.nbytes / 1e6:.1f} MB"
+            f"{row.ratio:5.2f} x inproc, CPU {row.cpu_ratio:5.2f} x  {rate:6.2f} GB/s  {row.num_tensors} tensors, {row.nbytes / 1e6:.1f} MB"
         )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
