@@ -1,6 +1,5 @@
 """SglangEngine against a fake server that generates for real and refuses every request that the API does not document."""
 
-import copy
 import json
 import os
 import signal
@@ -12,30 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from fake_sglang import FakeSglang
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from helpers_rollout import NumberTokenizer, digest_for, make_engine, make_prompts, manifest_of, plain_logprobs, push
+from helpers_engines import DRAW, LONG, SAMPLING, TOLERANCE, distance, lora, reference, run, send, sharp
+from helpers_rollout import NumberTokenizer, digest_for, make_engine, make_prompts, manifest_of
 from lockstep.errors import ConfigError, EngineDied, EngineMismatch, EngineUnhealthy, StaleWeights, TransportError
 from lockstep.rollout.http import EngineRefused, HttpClient
 from lockstep.rollout.sglang import SglangEngine
 from lockstep.rollout.sglang_api import check_distribution, row_seed
 from lockstep.rollout.sglang_server import SglangServer
-from lockstep.testing import tiny_llama
 from lockstep.testing_engines.model import ServedModel, TokenGate
 from lockstep.types import Bucket, Draw, Sampling
-
-SAMPLING = Sampling(temperature=0.7, max_new_tokens=6)
-DRAW = Draw(seed=5, step=3, first_slot=8)
-LONG = list(range(3, 43))  # two and a half blocks of the fake's prefix cache
-TOLERANCE = 2e-5  # fp32, cached against uncached attention
-
-
-def sharp() -> torch.nn.Module:
-    model = tiny_llama()
-    model.lm_head.weight.data.mul_(12)
-    return model
 
 
 @pytest.fixture
@@ -61,54 +47,6 @@ def adapters(server: FakeSglang, tmp_path: Path) -> SglangEngine:
 def connect(server: FakeSglang, folder: Path | None, **more) -> SglangEngine:
     values = {"token": None, "dtype": "float32", "request_timeout_s": 20, **more}
     return SglangEngine.connect(server.url, tokenizer=NumberTokenizer(), eos_ids=(2,), folder=folder, **values)
-
-
-def lora(seed: int = 1, **overrides) -> tuple[dict[str, torch.Tensor], dict]:
-    """A random adapter as it travels: tensors under PEFT's names, and the configuration."""
-    torch.manual_seed(seed)
-    values = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "down_proj"], **overrides}
-    peft = get_peft_model(copy.deepcopy(sharp()), LoraConfig(**values))
-    tensors = {name: torch.randn_like(value) * 0.3 for name, value in get_peft_model_state_dict(peft).items()}
-    config = json.loads(json.dumps(peft.peft_config["default"].to_dict(), default=sorted))
-    return tensors, config
-
-
-def changed(seed: int = 1) -> dict[str, torch.Tensor]:
-    """Other base weights, under checkpoint names."""
-    torch.manual_seed(seed)
-    return {name: value + 0.05 * torch.randn_like(value) for name, value in sharp().state_dict().items()}
-
-
-def send(engine: SglangEngine, kind: str, version: int = 1, seed: int = 1) -> None:
-    if kind == "adapter":
-        tensors, config = lora(seed)
-        push(engine, tensors, kind, version=version, config=config)
-    else:
-        push(engine, changed(seed), kind, version=version)
-
-
-def reference(kind: str, seed: int = 1) -> torch.nn.Module:
-    """A model that holds what `send` sends."""
-    model = sharp()
-    if kind == "adapter":
-        tensors, config = lora(seed)
-        engine = make_engine(model)
-        push(engine, tensors, kind, config=config)
-        return engine._model
-    model.load_state_dict(changed(seed))
-    return model
-
-
-def distance(samples, model) -> float:
-    return max(
-        float((torch.tensor(sample.logprobs) - plain_logprobs(model, sample, SAMPLING)).abs().max())
-        for sample in samples
-    )
-
-
-def run(engine: SglangEngine, prompts=None, sampling=SAMPLING, num_samples=2):
-    prompts = make_prompts(LONG, [5, 6, 7]) if prompts is None else prompts
-    return engine.generate(prompts, sampling, num_samples=num_samples, draw=DRAW)
 
 
 def test_samples_are_those_of_the_distribution_in_the_promised_order(server, engine):

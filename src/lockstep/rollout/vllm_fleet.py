@@ -134,7 +134,9 @@ class Fleet:
 
     def stop_generating(self, *, abort: bool) -> None:
         """All replicas, for all clients: abort what runs, or wait for it; what comes later waits there."""
-        list(self._threads.map(lambda replica: replica.pause(abort=abort), self.replicas))
+        # Threads of its own: those of `ask` are taken by the very requests that are to be aborted.
+        with ThreadPoolExecutor(max_workers=len(self.replicas)) as threads:
+            list(threads.map(lambda replica: replica.pause(abort=abort), self.replicas))
         for replica in self.replicas:
             replica.set_weights(TORN)
 

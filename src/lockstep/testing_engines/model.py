@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -65,6 +65,8 @@ class Generated:
     finish: Literal["stop", "length", "abort"]
     cached: int
     """Leading prompt tokens that were taken from the prefix cache."""
+    labels: tuple[str, ...]
+    """`ServedModel.label` at each token, without repetitions of the one before."""
 
 
 class ServedModel:
@@ -81,6 +83,8 @@ class ServedModel:
         self.traps = Traps()
         self.gate: TokenGate | None = None
         self.adapters: dict[str, Adapter] = {}
+        self.label = "default"
+        """What the engine calls its weights; it is recorded with each token."""
         # transformers renamed `past_key_values` to `cache` in 5.24.
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
@@ -122,8 +126,9 @@ class ServedModel:
         """Overwrite base weights, by checkpoint name, while requests may run. Raises `KeyError` for unknown names."""
         with self._turn, torch.no_grad():
             self._host.serve(None)
-            head = self.model.get_output_embeddings()
-            if self.traps.stale_head and head.weight is self.model.get_input_embeddings().weight:
+            head: Any = self.model.get_output_embeddings()
+            is_tied = head.weight is self.model.get_input_embeddings().weight
+            if self.traps.stale_head and is_tied:
                 head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
             base = checkpoint_tensors(self.model, self._live)
             for name, tensor in tensors.items():
@@ -138,16 +143,23 @@ class ServedModel:
             raise FileNotFoundError(f"{folder} holds no safetensors file")
         self.load({name: tensor for path in files for name, tensor in load_file(path).items()})
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The live base weights by checkpoint name."""
+        return dict(checkpoint_tensors(self.model, self._live))
+
     def add_adapter(self, name: str, folder: Path) -> None:
-        """An adapter in PEFT's format. One that stands under the same name is replaced."""
+        """`put_adapter` of files in PEFT's format. Raises `OSError` where they are not."""
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "adapter_model.safetensors")
+        self.put_adapter(name, config, load_file(folder / "adapter_model.safetensors"))
+
+    def put_adapter(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make an adapter known. One that stands under the same name is replaced. Raises `ValueError` if it does not fit."""
         with self._turn:
             manifest = Manifest(version=0, kind="adapter", specs=(), adapter_config=config)
             adapter = Adapter(engine_config(manifest), tensors)
             shapes = self._host.shapes(adapter.config)
             if shapes != {key: tuple(tensor.shape) for key, tensor in tensors.items()}:
-                raise ValueError(f"the adapter in {folder} does not fit the model")
+                raise ValueError(f"the tensors of adapter {name!r} do not fit the model")
             self.adapters[name] = adapter
 
     def reset_cache(self) -> bool:
@@ -190,6 +202,11 @@ class ServedModel:
         past, cached = self._cached(prompt, key)
         ids: list[int] = []
         logprobs: list[float] = []
+        labels: list[str] = []
+
+        def done(finish: Literal["stop", "length", "abort"]) -> Generated:
+            return Generated(tuple(ids), tuple(logprobs), finish, cached, tuple(labels))
+
         fresh = prompt[cached:]
         for place in range(sampling.max_new_tokens):
             if self.gate is not None:
@@ -197,17 +214,19 @@ class ServedModel:
             with self._turn:
                 self._await(lambda: not self._holds or self._aborts > aborts)
                 if self._aborts > aborts:
-                    return Generated(tuple(ids), tuple(logprobs), "abort", cached)
+                    return done("abort")
                 logits_1V = self._forward(fresh, past, adapter)
                 if place == 0:
                     self._keep(prompt, key, past)
+                if labels[-1:] != [self.label]:
+                    labels.append(self.label)
             token, logprob = self._draw(logits_1V, sampling, uniforms[place : place + 1])
             ids.append(token)
             logprobs.append(logprob)
             if token in self.eos_ids or token in sampling.eos_ids:
-                return Generated(tuple(ids), tuple(logprobs), "stop", cached)
+                return done("stop")
             fresh = (token,)
-        return Generated(tuple(ids), tuple(logprobs), "length", cached)
+        return done("length")
 
     def _forward(self, fresh: tuple[int, ...], past: DynamicCache, adapter: str | None) -> torch.Tensor:
         served = None if adapter is None or self.traps.ignores_adapter else self.adapters[adapter]
