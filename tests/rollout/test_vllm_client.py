@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -275,6 +276,7 @@ def test_whole_weights_that_fail_on_the_way_are_never_served_torn(server, engine
     server.faults.error(path)
     with pytest.raises(LockstepError, match="500"):
         send(engine, "merged", 1)
+    started = time.monotonic()
     try:
         samples = run(engine)
     except LockstepError:
@@ -282,8 +284,35 @@ def test_whole_weights_that_fail_on_the_way_are_never_served_torn(server, engine
     for sample in samples:
         model = sharp() if sample.policy_version == 0 else reference("merged")
         assert distance([sample], model) < TOLERANCE
+    assert time.monotonic() - started < 10, "a replica was left paused"
     send(engine, "merged", 2)
     assert distance(run(engine), reference("merged")) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_a_server_that_is_gone_in_the_middle_of_an_update(kind):
+    with FakeVllm(ServedModel(sharp())) as server:
+        engine = connect(server)
+        tensors, config = lora() if kind == "adapter" else (changed(), None)
+        engine.begin(manifest_of(tensors, kind, version=1, config=config))
+        items = list(tensors.items())
+        engine.receive(Bucket((items[0],)))
+        for path in list({route for _, route in server.routes}):
+            for _ in range(20):
+                server.faults.hang_up(path)
+        started = time.monotonic()
+        with pytest.raises(LockstepError, match="connection failed"):
+            for item in items[1:]:
+                engine.receive(Bucket((item,)))
+            engine.commit(digest_for(tensors))
+        engine.abort("it failed")
+        with pytest.raises(LockstepError):
+            run(engine)
+        assert time.monotonic() - started < 20
+        server.faults.waiting.clear()
+        send(engine, kind, 2)
+        assert distance(run(engine), reference(kind)) < TOLERANCE
+        engine.close()
 
 
 def test_generation_that_fails(server):

@@ -203,8 +203,8 @@ class VllmEngine(SharedEngine):
             self._start_generating()
         except LockstepError as error:
             log.warning("after the abort of version %s the engine does not answer: %s", manifest.version, error)
-            self._served = [
-                replace(served, stale=f"{served.stale or reason}; then: {error}") for served in self._served
+            self.fleet.served = [
+                replace(served, stale=f"{served.stale or reason}; then: {error}") for served in self.fleet.served
             ]
         finally:
             self._gate.open()
@@ -289,7 +289,11 @@ class VllmEngine(SharedEngine):
         self._gate.close(why, drain_s=self._timeout_s if self._on_update == "drain" else None)
         try:
             self.fleet.stop_generating(abort=self._on_update == "pause")
-        except BaseException:
+        except BaseException as error:
+            try:
+                self.fleet.go_on()  # nothing was overwritten yet: replicas that are paused by now must not stay so
+            except LockstepError as other:
+                log.warning("after a failed begin of version %s (%s): %s", manifest.version, error, other)
             self._gate.open()
             raise
 
