@@ -5,119 +5,40 @@ A row without a reason must agree to `TOLERANCE`; a row with one must not (a rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import parity_trl as trl
 import parity_verl as verl
-import torch
-from parity_batch import GROUPS, LENGTHS, MAX_TOKENS, REWARDS, Batch, Result, with_gradients
-from torch import Tensor
+from parity_batch import Batch, Result
+from parity_ours import (
+    Run,
+    distributions,
+    gradients_alone,
+    likeliest,
+    our_advantages,
+    our_gae,
+    our_kl,
+    our_loss,
+    our_reverse_kl,
+    our_value_loss,
+    our_weights,
+)
 from trl import RLOOTrainer
 
-from lockstep.data import gae
-from lockstep.data.advantages import advantages
-from lockstep.train.corrections import Correction, correct
-from lockstep.train.distill import reverse_kl, reverse_kl_topk
-from lockstep.train.kl import kl_loss
-from lockstep.train.losses import CISPO, GSPO, Clip, KLTerm, TokenInputs, actor_loss, denominator
-from lockstep.train.value_loss import value_loss
+from lockstep.train.corrections import Correction
+from lockstep.train.distill import reverse_kl_topk
+from lockstep.train.losses import CISPO, GSPO, Clip, KLTerm
 
 
 @dataclass(frozen=True)
 class Row:
     peer: str
     what: str
-    ours: Callable[[Batch], Result]
-    theirs: Callable[[Batch], Result]
+    ours: Run
+    theirs: Run
     why: str = ""
     """Empty: they agree."""
-
-
-def our_advantages(algorithm: Any, *, groups: tuple[int, ...] = GROUPS, eps: float = 1e-6, per_token: bool = True):
-    def run(batch: Batch) -> Result:
-        found = torch.tensor(advantages(REWARDS, groups, algorithm=algorithm, eps=eps, lengths=LENGTHS))
-        return Result(batch.sequences.spread(found) if per_token else found)
-
-    return run
-
-
-def our_loss(kind: Any, how: Any, *, rules: tuple[Correction, ...] = (), on_policy: bool = False, **terms: Any):
-    def run(batch: Batch) -> Result:
-        flat = batch.flat
-        old = flat["logprobs"].detach() if on_policy else flat["old"]
-        weights = correct(rules, flat["old"], flat["rollout"], batch.sequences) if rules else None
-        tokens = TokenInputs(
-            flat["logprobs"], old, flat["advantages"], batch.sequences, flat["ref"], flat["entropy"], weights
-        )
-        return with_gradients(batch, actor_loss(tokens, kind, aggregation=how, **terms).loss_sum / count(how))
-
-    return run
-
-
-def count(how: Any) -> float:
-    return denominator(how, num_tokens=sum(LENGTHS), num_sequences=len(LENGTHS), max_tokens=MAX_TOKENS)
-
-
-def our_weights(*rules: Correction, field: str = "weight"):
-    def run(batch: Batch) -> Result:
-        found = correct(rules, batch.flat["old"], batch.flat["rollout"], batch.sequences)
-        return Result(getattr(found, field).double())
-
-    return run
-
-
-def our_kl(kind: Any):
-    def run(batch: Batch) -> Result:
-        logprobs = batch.flat["logprobs"]
-        values = kl_loss(kind, logprobs, batch.flat["ref"], old_logprobs=logprobs.detach())
-        return with_gradients(batch, values.mean())
-
-    return run
-
-
-def our_gae(*, whiten: bool, gamma: float = 0.9, lam: float = 0.8):
-    def run(batch: Batch) -> Result:
-        rewards, values, sequences = batch.flat["token_rewards"], batch.flat["old_values"], batch.sequences
-        found = gae.gae(rewards, values, sequences, gamma=gamma, lam=lam)
-        if not whiten:
-            return Result(found.returns)
-        total, num = gae.sum_and_count(found.advantages, sequences)
-        variance = gae.squared_deviations(found.advantages, sequences, mean=total / num) / (num - 1)
-        return Result(gae.whiten_tokens(found.advantages, sequences, mean=total / num, variance=variance))
-
-    return run
-
-
-def our_value_loss(batch: Batch) -> Result:
-    flat = batch.flat
-    sums = value_loss(flat["values"], flat["old_values"], flat["token_rewards"], batch.sequences, clip=0.5)
-    return with_gradients(batch, sums.loss_sum / count("token_mean"))
-
-
-def our_reverse_kl(student: Tensor, teacher: Tensor) -> Result:
-    logits = student.clone().requires_grad_()
-    loss = reverse_kl(torch.log_softmax(logits, -1), torch.log_softmax(teacher, -1)).mean()
-    return Result(loss.detach(), torch.autograd.grad(loss, [logits]))
-
-
-def gradients_alone(run: Callable[[Batch], Result]) -> Callable[[Batch], Result]:
-    return lambda batch: Result(torch.stack(run(batch).gradients))
-
-
-def distributions() -> tuple[Tensor, Tensor]:
-    """Log-probabilities [5, 8] of a student and a teacher."""
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = (torch.log_softmax(torch.randn(5, 8, generator=generator), -1) for _ in range(2))
-    return student, teacher
-
-
-def likeliest() -> tuple[Tensor, Tensor]:
-    """The same of the teacher's three likeliest tokens, [5, 3]."""
-    student, teacher = distributions()
-    index = teacher.topk(3).indices
-    return student.gather(1, index), teacher.gather(1, index)
 
 
 ALONE = (0, 0, 0, 1, 1, 2)

@@ -46,6 +46,11 @@ def test_leave_one_out_is_not_divided_by_the_others_spread():
     assert result[1:] == pytest.approx([-0.577349] * 3, abs=1e-5)
 
 
+def test_equal_others_have_no_std_whatever_their_mean_rounds_to():
+    """B87: 0.1 + 0.1 + 0.1 is not three times 0.1, so a std of deviations from the mean would be 1e-17."""
+    assert advantages([1, 0.1, 0.1, 0.1], [0] * 4, algorithm="rloo_std")[0] == pytest.approx(0.9, abs=1e-12)
+
+
 def test_group_scaling_is_not_batch_scaling():
     """B87: over the batch the std would be 4.6 for both groups."""
     result = advantages([0, 2, 0, 10], [0, 0, 1, 1], algorithm="grpo")

@@ -40,6 +40,12 @@ def test_modes_say_whether_the_ratio_grows_with_the_length():
     assert not weigh(NAMED["sequence_mask"], tokens).keep.any()  # 4.48 is above 3
 
 
+def test_a_long_samples_product_is_finite_without_a_bound():
+    rule = Correction("sequence", "truncate", high=float("inf"))
+    assert weigh(rule, [1.0] * 300).weight[0].item() == pytest.approx(math.exp(20), rel=1e-5)  # fp32 exp
+    assert weigh(rule, [-1.0] * 300).weight[0].item() == pytest.approx(math.exp(-20), rel=1e-5)
+
+
 def test_masks_keep_the_ratio_and_rejections_do_not():
     log_ratios = [math.log(4), math.log(6), math.log(0.4), 0]
     icepop = weigh(NAMED["icepop"], log_ratios)

@@ -234,6 +234,16 @@ def test_on_policy_every_surrogate_has_reinforces_gradient(kind):  # B82
     assert sums.stats["clip_low"].total == sums.stats["clip_high"].total == 0
 
 
+def test_stats_by_hand():
+    ref = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    sums = actor_loss(inputs([2, 1], [1, -1], ref_logprobs=ref), Clip(), aggregation="token_mean", kl=KLTerm("k2", 0.5))
+    stats = {name: stat.mean for name, stat in sums.stats.items()}
+    assert stats["pg_loss"] == pytest.approx((-1.28 + 1) / 2)
+    assert stats["approx_kl"] == pytest.approx((2 - 1 - math.log(2)) / 2)  # k3 of old to current: p/p_old - log - 1
+    assert stats["kl_ref"] == pytest.approx((0.5 - 1 + math.log(2)) / 2)  # k3 of current to reference
+    assert sums.loss_sum.item() == pytest.approx(-0.28 + 0.5 * math.log(2) ** 2 / 2)
+
+
 def test_the_entropy_bonus_raises_the_entropy():
     entropy = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
     tokens = inputs([1, 1], [0, 0], entropy=entropy)
