@@ -14,9 +14,8 @@ from typing import Literal
 
 from lockstep.errors import EngineMismatch
 from lockstep.train.mismatch import MismatchSums, mismatch_over_ranks, mismatch_sums
-from lockstep.types import Stat
 
-__all__ = ["MismatchSums", "check_metrics", "check_mismatch", "mismatch_over_ranks", "mismatch_sums"]
+__all__ = ["MismatchSums", "check_metrics", "coarser", "mismatch_over_ranks", "mismatch_sums"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,11 @@ ALARMS: dict[str, dict[str, Alarm]] = {
 1.05 stop (in 16 bits plain rounding reaches that: it is told only). A correlation below 0.99 has no source but our own runs."""
 
 
+def coarser(*dtypes: str) -> str:
+    """The key of `ALARMS` for a trainer and an engine that compute with `dtypes`: 16 bits on one side are 16 bits."""
+    return "float32" if set(dtypes) == {"float32"} else "bfloat16"
+
+
 def check_metrics(
     metrics: Mapping[str, float], *, dtype: str, dropout: float, step: int, changed: Mapping[str, Alarm] | None = None
 ) -> list[str]:
@@ -86,19 +90,3 @@ def check_metrics(
 def _is_beyond(value: float, limit: float | None, side: str) -> bool:
     """NaN is beyond every limit."""
     return limit is not None and not (value <= limit if side == "above" else value >= limit)
-
-
-def check_mismatch(update: dict[str, Stat], *, dtype: str, dropout: float, step: int) -> None:
-    """Raises `EngineMismatch` if the engine did not sample from the policy that the trainer updates.
-
-    `update` are the stats of the actor's update on the samples, over all ranks; the same result on every rank.
-    """
-    gap = update["rollout_probs_diff_mean"]
-    if dropout > 0 or not gap.count or gap.mean <= LIMITS[dtype]:
-        return
-    raise EngineMismatch(
-        f"step {step}: the engine's probabilities of its own samples differ from the trainer's by {gap.mean:.2g} on average "
-        f"(allowed with {dtype}: {LIMITS[dtype]:.0e}, largest {update['rollout_probs_diff_max'].mean:.2g}): it does not sample "
-        "from the policy that is trained. Look at rollout.temperature, top_p and top_k on both sides, and at what the engine "
-        "says its log-probabilities are of"
-    )
