@@ -31,7 +31,7 @@ from lockstep.serving import Synced
 from lockstep.signals import stop_requested
 from lockstep.train.step import UpdateResult
 from lockstep.types import Draw, ScoredSample
-from lockstep.verify.mismatch import check_mismatch
+from lockstep.verify.mismatch import check_metrics, coarser
 
 __all__ = ["Loop", "run_eval", "run_training", "train_in"]
 
@@ -141,12 +141,14 @@ class Loop:
         # A count of 0: the step had no gradient.
         means = {name: stat.mean for name, stat in (sums | update.stats).items() if stat.count}
         metrics = means | {"grad_norm": update.grad_norm, "lr": update.lr, "loss_tokens": update.num_tokens} | metrics
+        metrics |= (mismatch := update.mismatch.metrics())
         metrics["completion_tokens_total"] = sums["completion_tokens"].total
         self.carried = self.carried.after_step(reward=metrics["reward"], seconds=metrics["step_seconds"])
         with dist.all_or_none(self.world, "writing metrics"):
             self.observer.step(self.step, metrics, scored)
         refuse_empty(sums, step=self.step, samples=self.run.samples)
-        check_mismatch(update.stats, dtype=self.config.model.dtype, dropout=self.parts.dropout, step=self.step)
+        dtype = coarser(self.config.model.dtype, self.parts.serving.engine.abilities.dtype)
+        check_metrics(mismatch, dtype=dtype, dropout=self.parts.dropout, step=self.step)
 
     def save(self) -> None:
         """Collective. A checkpoint of the present step, unless there is one."""

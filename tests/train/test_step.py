@@ -156,8 +156,8 @@ def test_rollout_differences_are_measured():
     ]
     _, result = update(matching, module=module)
     # The same layout in the same arithmetic: only the float written into the item and back lies between.
-    assert result.stats["rollout_probs_diff_max"].mean < 1e-7
-    assert result.stats["rollout_kl_k3"].mean < 1e-7
+    assert result.mismatch.diff_max < 1e-7
+    assert result.mismatch.metrics()["rollout_kl_k3"] < 1e-7
 
     shifted = [
         TrainItem(
@@ -167,10 +167,11 @@ def test_rollout_differences_are_measured():
     ]
     _, result = update(shifted, module=adapt(tiny_llama()), packing="shared_prefix", micro_batch_tokens=20)
     gaps = [math.exp(lp) * (math.exp(0.5) - 1) for lp in exact[1]]
-    assert result.stats["rollout_probs_diff_max"].mean == pytest.approx(max(gaps), abs=1e-6)  # fp32 probabilities
-    assert result.stats["rollout_probs_diff_mean"].total == pytest.approx(sum(gaps), abs=1e-5)
+    assert result.mismatch.count == result.num_tokens
+    assert result.mismatch.diff_max == pytest.approx(max(gaps), abs=1e-6)  # fp32 probabilities
+    assert result.mismatch.diff == pytest.approx(sum(gaps), abs=1e-5)
     # ratio trainer/rollout is e^-0.5 on that item's tokens and 1 elsewhere: k3 = r - 1 - log r
-    assert result.stats["rollout_kl_k3"].total == pytest.approx(len(gaps) * (math.exp(-0.5) - 0.5), abs=1e-4)
+    assert result.mismatch.k3 == pytest.approx(len(gaps) * (math.exp(-0.5) - 0.5), abs=1e-4)
 
 
 def test_logprobs_are_compared_under_the_sampling_distribution():  # B74, B76
@@ -184,7 +185,7 @@ def test_logprobs_are_compared_under_the_sampling_distribution():  # B74, B76
         by_hand.append(float(row[token] - torch.logsumexp(row[sorted(kept)], 0)))
     items = [TrainItem(items[0].prompt_ids, items[0].ids, tuple(by_hand), 1.0, 0)]
     _, result = update(items, module=module, sampling=sampling)
-    assert result.stats["rollout_probs_diff_max"].mean < 1e-5  # fp32, another order of summing
+    assert result.mismatch.diff_max < 1e-5  # fp32, another order of summing
 
 
 def test_the_reference_is_the_adapter_off_and_kl_grows_from_zero():  # B83

@@ -102,7 +102,14 @@ def run_cases(world: World, folder: str) -> dict[str, Any]:
     for name, (build, options) in CASES.items():
         forwards[0] = 0
         result = make_actor(sharded, world, **{"lr": 1e-12, **options}).update(build()[world.rank], step=0)
-        out[name] = (portable(gradients), result.stats, result.grad_norm, result.num_tokens, forwards[0])
+        out[name] = (
+            portable(gradients),
+            result.stats,
+            result.grad_norm,
+            result.num_tokens,
+            forwards[0],
+            result.mismatch.metrics(),
+        )
     return out
 
 
@@ -200,13 +207,14 @@ def test_two_ranks_have_the_gradient_of_one_on_the_union(ranks, name):  # B34, B
     )
     assert max(float(grad.abs().max()) for grad in alone.clipped.values()) > 0.01
     for rank in ranks:
-        gradients, stats, grad_norm, num_tokens, _ = rank["cases"][name]
+        gradients, stats, grad_norm, num_tokens, _, mismatch = rank["cases"][name]
         assert largest_gap(from_rank(gradients), alone.clipped) < REORDERED
         assert num_tokens == expected.num_tokens
         assert grad_norm == pytest.approx(expected.grad_norm, abs=REORDERED)
         assert stats.keys() == expected.stats.keys()
         for key in stats:
             assert stats[key].mean == pytest.approx(expected.stats[key].mean, abs=1e-5), key  # logprobs agree to 1e-5
+        assert mismatch == pytest.approx(expected.mismatch.metrics(), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,7 +23,8 @@ from lockstep.dist import World, all_or_none, data_phase, max_over_ranks, sum_ov
 from lockstep.errors import LockstepError
 from lockstep.sharding.base import ShardedModel
 from lockstep.train.logprobs import TokenLogprobs, token_logprobs
-from lockstep.train.losses import k3, policy_loss, token_stats
+from lockstep.train.losses import policy_loss, token_stats
+from lockstep.train.mismatch import MismatchSums, mismatch_over_ranks, mismatch_sums
 from lockstep.train.optim import Optimizer
 from lockstep.types import Sampling, Stat, TrainItem
 
@@ -33,9 +34,10 @@ class UpdateResult:
     """The same on every rank."""
 
     stats: dict[str, Stat]
-    """Over all ranks. Per token: loss, ratio, clip_low, clip_high, approx_kl, entropy, kl_ref (with a reference),
-    rollout_probs_diff_mean (|p_trainer - p_rollout|), rollout_kl_k3 (KL of rollout to trainer). Besides:
-    rollout_probs_diff_max, and skipped (1 where there was nothing to train on; the others then have count 0)."""
+    """Over all ranks. Per token: loss, ratio, clip_low, clip_high, approx_kl, entropy, kl_ref (with a reference).
+    Besides: skipped (1 where there was nothing to train on; the others then have count 0)."""
+    mismatch: MismatchSums
+    """Over all ranks: trainer against engine on the sampled tokens."""
     grad_norm: float
     """Global L2 norm before clipping; 0 when skipped."""
     lr: float
@@ -77,15 +79,14 @@ class Actor:
         lr = self.optimizer.lr(step)
         num_tokens, normaliser = self._global_counts(items)
         if num_tokens == 0:
-            return UpdateResult(self._empty_stats(), grad_norm=0.0, lr=lr, num_tokens=0)
+            return UpdateResult(self._empty_stats(), MismatchSums(), grad_norm=0.0, lr=lr, num_tokens=0)
         self.optimizer.zero_grad()
         with data_phase(self.world, f"update {step}"):
             reference = self._reference(batches)
-            stats, worst = self._accumulate(batches, items, reference, scale=self.world.size / normaliser)
+            stats, mismatch = self._accumulate(batches, items, reference, scale=self.world.size / normaliser)
             grad_norm = self._clip_and_step(lr, step=step)
-        (worst,) = max_over_ranks([worst], self.world)
         summed = sum_stats(stats, self.world)
-        return UpdateResult(summed | _single("rollout_probs_diff_max", worst), grad_norm, lr, num_tokens)
+        return UpdateResult(summed, mismatch_over_ranks(mismatch, self.world), grad_norm, lr, num_tokens)
 
     def _batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
         """Collective. This rank's micro-batches, and dummies up to the largest number that a rank has."""
@@ -145,38 +146,39 @@ class Actor:
         reference: Sequence[Tensor | None],
         *,
         scale: float,
-    ) -> tuple[dict[str, Stat], float]:
-        """Collective. Gradients of the scaled loss in the parameters; this rank's stats and largest probability gap.
+    ) -> tuple[dict[str, Stat], MismatchSums]:
+        """Collective. Gradients of the scaled loss in the parameters; this rank's stats and mismatch.
 
         FSDP averages gradients over ranks: `scale` holds the number of ranks to undo that. Gradients travel once, with
         the last micro-batch.
         """
         self.sharded.module.train()
         stats: dict[str, Stat] = defaultdict(lambda: Stat(0.0, 0.0))
-        worst = 0.0
+        mismatch = MismatchSums()
         for number, (batch, ref_logprobs) in enumerate(zip(batches, reference, strict=True), start=1):
             self.sharded.set_gradient_sync(number == len(batches))
             with record_function("train::forward"):
                 scored = self._score(batch, with_entropy=True)
-                loss, part, gap = self._loss(scored, batch, items, ref_logprobs)
+                loss, part = self._loss(scored, batch, items, ref_logprobs)
             with record_function("train::backward"):
                 (loss * scale).backward()
-            worst = max(worst, gap)
+            mismatch += mismatch_sums(
+                scored.logprobs, _per_token([items[i].rollout_logprobs for i in batch.items], loss)
+            )
             for name, stat in part.items():
                 stats[name] += stat
         self.sharded.module.eval()
         stats["loss"] = Stat(stats["loss"].total, self._loss_count(items))
         stats["skipped"] = Stat(0.0, 1.0)
-        return dict(stats), worst
+        return dict(stats), mismatch
 
     def _loss(
         self, scored: TokenLogprobs, batch: MicroBatch, items: Sequence[TrainItem], ref_logprobs: Tensor | None
-    ) -> tuple[Tensor, dict[str, Stat], float]:
-        """Sum of token losses, stats, and the largest |p_trainer - p_rollout| of one micro-batch."""
+    ) -> tuple[Tensor, dict[str, Stat]]:
+        """Sum of token losses, and stats, of one micro-batch."""
         assert scored.entropy is not None
         current = scored.logprobs.detach()
         advantages = _per_token([[items[i].advantage] * len(items[i].ids) for i in batch.items], current)
-        rollout = _per_token([items[i].rollout_logprobs for i in batch.items], current)
         # The only update on these samples: the policy that the ratio compares with is this one, exactly.
         sums = policy_loss(
             scored.logprobs,
@@ -187,24 +189,15 @@ class Actor:
             ref_logprobs=ref_logprobs,
             kl_coef=self._train.kl_coef,
         )
-        gap = (current.exp() - rollout.exp()).abs()
-        extra = token_stats(
-            {
-                "loss": sums.loss_sum[None],
-                "entropy": scored.entropy,
-                "rollout_probs_diff_mean": gap,
-                "rollout_kl_k3": k3(rollout, current),
-            }
-        )
-        return sums.loss_sum, sums.stats | extra, float(gap.max()) if gap.numel() else 0.0
+        extra = token_stats({"loss": sums.loss_sum[None], "entropy": scored.entropy})
+        return sums.loss_sum, sums.stats | extra
 
     def _empty_stats(self) -> dict[str, Stat]:
         """The stats of an update that was skipped: nothing was counted."""
         none = torch.empty(0)
         ref = none if self._train.kl_coef else None
         names = policy_loss(none, none, none, clip_low=0.0, clip_high=0.0, ref_logprobs=ref).stats
-        own = ("loss", "entropy", "rollout_probs_diff_mean", "rollout_kl_k3", "rollout_probs_diff_max")
-        return dict.fromkeys((*names, *own), Stat(0.0, 0.0)) | _single("skipped", 1.0)
+        return dict.fromkeys((*names, "loss", "entropy"), Stat(0.0, 0.0)) | {"skipped": Stat(1.0, 1.0)}
 
 
 def _check_logprobs(items: Sequence[TrainItem]) -> None:
@@ -214,10 +207,6 @@ def _check_logprobs(items: Sequence[TrainItem]) -> None:
                 f"item {index}: expected a rollout logprob for each of its {len(item.ids)} completion tokens, "
                 f"{len(item.rollout_logprobs)} came"
             )
-
-
-def _single(name: str, value: float) -> dict[str, Stat]:
-    return {name: Stat(value, 1.0)}
 
 
 def _per_token(values: Sequence[Sequence[float]], like: Tensor) -> Tensor:
