@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.data.sequences import Sequences
-from lockstep.train.corrections import NAMED, Correction, Weights, correct
+from lockstep.train.corrections import NAMED, Correction, Weights, correct, effective_share
 from lockstep.train.losses import Clip, TokenInputs, actor_loss
-from lockstep.train.ratios import effective_share
 
 LN10 = math.log(10)
 SIX = {"abs": 1e-5}  # fp32 exp of numbers of order 1
@@ -122,9 +121,9 @@ def test_stats_are_of_raw_ratios():
     assert (stats["is_above"], stats["is_below"], stats["is_left_out"]) == (0.25, 0.25, 0)
     assert stats["is_ratio"] == pytest.approx((10 + 0.1 + 1 + 1.5) / 4, **SIX)
     assert stats["is_weight"] == pytest.approx(5 / 4, **SIX)
-    share = found.stats["is_weight"].total ** 2 / (4 * found.stats["is_weight_squared"].total)
-    assert share == pytest.approx(25 / (4 * 7.5), **SIX)
-    assert effective_share(found.weight).item() == pytest.approx(share, **SIX)
+    assert effective_share(found.stats) == pytest.approx(25 / (4 * 7.5), **SIX)  # weights 2, .5, 1, 1.5
+    assert effective_share(weigh((), [0.0, 0.0]).stats) == 1
+    assert math.isnan(effective_share(weigh(NAMED["icepop"], [9.0]).stats))
 
 
 def test_without_a_rule_all_weights_are_one():

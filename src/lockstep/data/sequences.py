@@ -65,7 +65,8 @@ class Sequences:
         """[S]: sum over a sample's tokens, masked ones left out; differentiable.
 
         Through [S, T] and not by `index_add`, whose order of additions varies on a GPU: a sample's sum is the same from
-        run to run, and does not depend on its neighbours.
+        run to run, and does not depend on its neighbours. S * T numbers exist for it, at most N^2 / 4 (one long sample,
+        many of one token).
         """
         return self.grid(self.clean(values_N)).sum(1)
 

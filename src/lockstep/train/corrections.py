@@ -71,9 +71,8 @@ def correct(
     """Weights of the tokens that the engine drew. `old_logprobs_N`: the trainer's own, of the policy that was sampled from
     (with one update per rollout: the current ones).
 
-    Stats, over tokens that count: is_ratio (raw), is_weight, is_weight_squared (effective sample size =
-    is_weight.total^2 / (count * is_weight_squared.total)), is_above and is_below (share of *raw* ratios out of bounds, at
-    the rule's level), is_left_out; over samples: is_samples_left_out (every token left out).
+    Stats, over tokens that count: is_ratio (raw), is_weight, is_weight_squared, is_above and is_below (share of *raw*
+    ratios out of bounds, at the rule's level), is_left_out; over samples: is_samples_left_out (every token left out).
     """
     old, rollout = old_logprobs_N.detach(), rollout_logprobs_N.detach()
     tokens = log_ratio_at("token", old, rollout, sequences)
@@ -119,3 +118,10 @@ def _stats(
     count, samples, left_out, *totals = torch.stack([sequences.counts.sum(), real.sum(), gone.sum(), *sums]).tolist()
     stats = {name: Stat(total, count) for name, total in zip(per_token, totals, strict=True)}
     return stats | {"is_samples_left_out": Stat(left_out, samples)}
+
+
+def effective_share(stats: Mapping[str, Stat]) -> float:
+    """(sum w)^2 / (n sum w^2) of summed stats, between 1/n and 1: how many equally weighted tokens these are worth, as a
+    share of n (Kish). NaN where every weight is 0."""
+    squares = stats["is_weight_squared"]
+    return stats["is_weight"].total ** 2 / (squares.count * squares.total) if squares.total else float("nan")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lockstep.data.sequences import Sequences
@@ -48,10 +47,3 @@ def reweighted(value: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """value * exp(logprobs - old_logprobs): its expectation under the old policy is value's under the current one, so the
     gradient through the sampling distribution (the score term) is in it too."""
     return value * ratio(logprobs, old_logprobs)
-
-
-def effective_share(weights: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2), between 1/n and 1: how many equally weighted tokens these are worth, as a share of n."""
-    return weights.sum().square() / (weights.numel() * weights.square().sum()).clamp_min(
-        torch.finfo(weights.dtype).tiny
-    )
