@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.sequences import Sequences
+from lockstep.train.corrections import NAMED, correct
 from lockstep.train.losses import (
     CISPO,
     GSPO,
@@ -140,6 +141,21 @@ def test_no_tokens_give_zero_with_a_path_for_backward():
     sums.loss_sum.backward()
     assert sums.loss_sum.item() == 0.0
     assert all((stat.total, stat.count) == (0.0, 0) for stat in sums.stats.values())
+
+
+@pytest.mark.parametrize("kind", [Clip(dual=3.0), GSPO(), GSPO(gradient="token"), CISPO()])
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "constant_length"])
+def test_a_dummy_micro_batch_runs_backward_too(kind, how):
+    leaf, empty = torch.ones(3, requires_grad=True), torch.zeros(0)
+    nothing = leaf[:0]  # what a rank that has run out of samples scores
+    sequences = Sequences.of([])
+    weights = correct([NAMED["geometric_reject"]], empty, empty, sequences)
+    tokens = TokenInputs(nothing, empty, empty, sequences, empty, nothing, weights)
+    sums = actor_loss(tokens, kind, aggregation=how, kl=KLTerm("k3_weighted", 1.0), entropy_coef=0.1)
+    sums.loss_sum.backward()
+    assert sums.loss_sum.item() == 0
+    assert not leaf.grad.any()
+    assert all((stat.total, stat.count) == (0, 0) for stat in sums.stats.values())
 
 
 @pytest.mark.parametrize("cuts", [[(0, 2)], [(0, 1), (1, 2)]])
