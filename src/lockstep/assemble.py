@@ -109,6 +109,7 @@ def assemble(config: Config, world: World) -> Parts:
             world=world,
             pad_id=pad_id,
             max_new_tokens=config.rollout.max_new_tokens,
+            seed=config.run.seed,
         )
         canary = make_canary(config, engine, sharded, data.train, sampling=sampling, world=world, pad_id=pad_id)
         serving = Serving(
@@ -178,6 +179,7 @@ def make_canary(
             **how_long,
         ),
         dtypes=(config.model.dtype, engine.abilities.dtype),
+        packing=config.train.packing,
         num_samples=canary.num_samples,
         num_tokens=canary.num_tokens,
         tolerance=canary.tolerance,
