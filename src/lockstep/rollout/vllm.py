@@ -20,15 +20,17 @@ from lockstep.rollout.vllm_client import ADAPTER_PREFIX, Ask, HttpReplica, RpcCo
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_gate import Gate
 from lockstep.rollout.vllm_sampling import check_for_vllm, row_seed, to_sample, vllm_params
+from lockstep.transport.collective import CollectiveOutlet
 from lockstep.transport.disk import DiskOutlet
 from lockstep.transport.ends import Outlet
+from lockstep.transport.hosts import LOOPBACK
 from lockstep.transport.shm import ShmOutlet
 from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling
 
 log = logging.getLogger(__name__)
 
 OnUpdate = Literal["drain", "pause"]
-TransportName = Literal["shm", "disk"]
+TransportName = Literal["shm", "disk", "collective"]
 _TRIES = 8
 """How often a sample is drawn again because an update aborted it."""
 
@@ -60,10 +62,12 @@ class VllmEngine(SharedEngine):
         on_update: OnUpdate = "drain",
         transport: TransportName | None = "shm",
         folder: Path | None = None,
+        host: str = LOOPBACK,
         request_timeout_s: float = 600.0,
     ):
         """`on_update`: what happens to running requests when weights are overwritten; see docs/vllm.md. `transport`: None on a
-        rank that only generates. `folder`: for "disk", where files go. `request_timeout_s`: limit of one completion."""
+        rank that only generates. `folder`: for "disk", where files go. `host`: for "collective", the address of
+        this host that the engines reach. `request_timeout_s`: limit of one completion."""
         self.fleet = fleet
         self._decode: Callable[[Sequence[int]], str] = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
         self._eos_ids = tuple(sorted(set(eos_ids)))
@@ -72,7 +76,7 @@ class VllmEngine(SharedEngine):
         self._gate = Gate()
         self._manifest: Manifest | None = None
         self._transport = transport
-        self._outlets = self._make_outlets(folder)
+        self._outlets = self._make_outlets(folder, host)
 
     @classmethod
     def attach(cls, handle: Mapping[str, Any], *, tokenizer: Decoder) -> VllmEngine:
@@ -235,12 +239,14 @@ class VllmEngine(SharedEngine):
         self._outlets = []
         self.fleet.close()
 
-    def _make_outlets(self, folder: Path | None) -> list[Outlet]:
+    def _make_outlets(self, folder: Path | None, host: str) -> list[Outlet]:
         if self._transport is None:
             return []
         controls = [RpcControl(replica, self._transport) for replica in self.fleet.replicas]
         if self._transport == "shm":
             return [ShmOutlet(control) for control in controls]
+        if self._transport == "collective":
+            return [CollectiveOutlet(control, host=host, token=self.fleet.token) for control in controls]
         if folder is None:
             raise ConfigError("the transport disk needs a folder that trainer and engine both see")
         return [DiskOutlet(control, folder / f"replica-{index}") for index, control in enumerate(controls)]

@@ -103,6 +103,11 @@ class Fleet:
                 replica.close()
             raise
 
+    @property
+    def token(self) -> str | None:
+        """What the servers require; None for a vLLM in this process."""
+        return next((replica.token for replica in self.replicas if isinstance(replica, HttpReplica)), None)
+
     def refresh(self) -> None:
         """Ask all replicas what they serve."""
         self.served = [describe(replica) for replica in self.replicas]

@@ -6,6 +6,7 @@ dependencies. Written against vLLM 0.32; what it takes from inside vLLM is check
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,18 @@ from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImp
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from lockstep.errors import LockstepError, TransportError
+from lockstep.rollout.vllm_guard import TOKEN_ENV
 from lockstep.rollout.vllm_receiver import VllmReceiver
 from lockstep.transport.base import Inlet
+from lockstep.transport.collective import CollectiveInlet
 from lockstep.transport.disk import DiskInlet
 from lockstep.transport.shm import ShmInlet
 
-_INLETS: dict[str, Callable[[VllmReceiver], Inlet]] = {"shm": ShmInlet, "disk": DiskInlet}
+_INLETS: dict[str, Callable[[VllmReceiver], Inlet]] = {
+    "shm": ShmInlet,
+    "disk": DiskInlet,
+    "collective": lambda receiver: CollectiveInlet(receiver, token=os.environ.get(TOKEN_ENV)),
+}
 
 
 def keep_weights_live() -> None:
