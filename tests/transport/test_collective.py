@@ -155,3 +155,17 @@ def test_a_sender_that_is_gone_ends_the_receiving():
         receiver.receive(random_tensors(0)[0][1].new_zeros(64).byte())
     assert time.monotonic() - began < 10
     timer.join()
+
+
+def test_a_packet_that_the_engine_refuses_to_read_is_not_left_waiting(tmp_path, monkeypatch):
+    """The inlet leaves the group, which ends the trainer's message: gloo alone would hold it for its 20 s."""
+    big = [("w", random_tensors(0)[0][1].new_ones(4 << 20))]
+    with ends("collective", tmp_path) as side:
+        push(buckets_of(OLD), side.outlet, manifest_of(OLD, 1))
+        monkeypatch.setattr(side.inlet, "_expect", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            push(buckets_of(big), side.outlet, manifest_of(big, 2))
+        for thread in threading.enumerate():
+            if thread.name == "lockstep-send":
+                thread.join(8.0)
+                assert not thread.is_alive()
