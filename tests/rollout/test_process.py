@@ -214,6 +214,7 @@ from lockstep.rollout.process import EngineProcess
 
 process = EngineProcess(lambda port: [sys.executable, "-c", sys.argv[2], sys.argv[1]], log_path=Path(sys.argv[3]))
 process.start()
+print(process.pid, flush=True)
 if sys.argv[4] == "fork" and os.fork() == 0:  # this child keeps a copy of the pipe that the sitter watches
     signal.alarm(60)
     signal.pause()
@@ -234,13 +235,19 @@ def test_no_engine_outlives_a_parent_that_is_killed(fifo, tmp_path, how):
         parent.wait()
 
 
-def test_no_engine_outlives_its_sitter(engine, fifo):
-    process = engine(HOLD + PAUSE, arg=fifo.path)
-    process.start()
-    fifo.wait_up()
-    os.kill(process.pid, signal.SIGKILL)
-    fifo.wait_gone()
-    assert "SIGKILL" in str(process.died(LIMIT_S))
+def test_no_engine_outlives_its_sitter_while_nobody_else_can_act(fifo, tmp_path):
+    argv = [sys.executable, "-c", PARENT, fifo.path, HOLD + PAUSE, str(tmp_path / "log"), "plain"]
+    parent = subprocess.Popen(argv, process_group=0, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        sitter = int(parent.stdout.readline())
+        fifo.wait_up()
+        os.kill(parent.pid, signal.SIGSTOP)
+        os.kill(sitter, signal.SIGKILL)
+        fifo.wait_gone()
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
 
 
 def test_the_engine_is_no_rank(monkeypatch):

@@ -232,14 +232,15 @@ def test_an_adapter_update_does_not_touch_requests_in_flight(server, adapters):
 
 def test_whole_weights_wait_for_requests_in_flight(server, engine):
     gate = server.model.gate = TokenGate(after=3)
-    waiting = threading.Event()
+    paused = threading.Event()
+    server.faults.call("/pause_generation", paused.set)
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(run, engine, make_prompts([5, 6, 7]), SAMPLING, 1)
         assert gate.reached.wait(20)
         server.model.gate = None
-        update = pool.submit(lambda: (waiting.set(), send(engine, "merged", 1)))
-        assert waiting.wait(20)
-        assert not server.asked("/pause_generation") and not update.done()
+        update = pool.submit(send, engine, "merged", 1)
+        assert not paused.wait(1), "the server must not be paused before the request has ended"
+        assert not update.done()
         gate.release.set()
         (old,) = running.result(30)
         update.result(30)
