@@ -32,7 +32,7 @@ from lockstep.sampling import sampling_logprobs
 from lockstep.testing import run_ranks
 
 # The canary compares with earlier versions, which a resumed run has not seen.
-TIMES = ("seconds.", "tokens_per_second.", "step_seconds", "canary/")
+TIMES = ("seconds.", "tokens_per_second.", "step_seconds", "canary/", "sync/")
 
 
 @pytest.fixture(scope="module")
