@@ -73,7 +73,7 @@ class Loop:
 
     def __init__(self, config: Config, world: World, *, parts: Parts, run: RunDir, observer: Observer):
         self.config, self.world, self.parts, self.run, self.observer = config, world, parts, run, observer
-        self.step = 0  # optimizer steps done: the policy version of the trainer's weights
+        self.step = 0  # train steps done, each of one update and one sync: the policy version of the trainer's weights
         self.saved_step: int | None = None
         self.carried = Carried()
 
@@ -100,15 +100,16 @@ class Loop:
         """Collective. The flow, once: the policy becomes one version newer, and the engine serves it."""
         began = time.perf_counter()
         scored = self.rollout()
-        items, zero_groups = make_items(scored, self.config.train)
         with self.observer.phase("update") as phase:
+            kl_rewards = self.parts.actor.kl_rewards([each.sample for each in scored])
+            batch = make_items(scored, self.config.train, self.world, token_rewards=kl_rewards)
             torch.manual_seed(step_seed(self.config.run.seed, self.step, self.world.rank))  # dropout
-            update = self.parts.actor.update(items, step=self.step)
-            phase.tokens = self.total(sum(len(item.prompt_ids) + len(item.ids) for item in items))
+            update = self.parts.actor.update(batch.items, step=self.step)
+            phase.tokens = self.total(sum(len(item.prompt_ids) + len(item.ids) for item in batch.items))
         self.step += 1
         synced = self.sync()
         metrics = {"policy_version": float(self.step), "sync_bytes": float(synced.pushed.nbytes), **synced.metrics}
-        metrics["frac_reward_zero_std"] = self.total(zero_groups) / self.config.rollout.prompts_per_step
+        metrics |= batch.metrics | {"optimizer_steps": float(update.num_optimizer_steps)}
         metrics["step_seconds"] = time.perf_counter() - began
         self.record(scored, update=update, metrics=metrics)
         if self.is_due(self.config.checkpoint.every_steps):

@@ -2,7 +2,7 @@
 
 Glossary: *slot* a prompt's place in the step's global batch (0 .. prompts_per_step - 1), the same for any world size ·
 *group* the samples of one slot · *sample* prompt + completion + logprobs + version · *policy version* the number of
-optimizer steps behind the weights.
+train steps behind the weights (each of one or more optimizer steps, and one sync).
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class TrainItem:
     advantage: float
     group: int
     """Items of one group share `prompt_ids`."""
+    token_advantages: tuple[float, ...] | None = None
+    """One per id, where tokens of a sample differ; None: each has `advantage`."""
 
 
 @dataclass(frozen=True, slots=True)

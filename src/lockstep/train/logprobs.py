@@ -50,16 +50,23 @@ class TokenLogprobs:
     logprobs: Tensor
     """[N] fp32, differentiable: log-probability of the token under the sampling distribution."""
     entropy: Tensor | None
-    """[N] fp32, detached: entropy of that distribution in nats; None where it was not asked for."""
+    """[N] fp32: entropy of that distribution in nats, detached unless asked otherwise; None where it was not asked for."""
 
 
 def token_logprobs(
-    model: nn.Module, batch: MicroBatch, *, sampling: Sampling, chunk_tokens: int = 1024, with_entropy: bool = False
+    model: nn.Module,
+    batch: MicroBatch,
+    *,
+    sampling: Sampling,
+    chunk_tokens: int = 1024,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> TokenLogprobs:
     """One forward of `model` (plain, PEFT or FSDP-wrapped transformers causal LM). Collective where the model is sharded.
 
     The softmax is in fp32 whatever the model's dtype. At most `chunk_tokens` rows of logits exist at a time, in forward
-    and in backward (a single chunk keeps its logits for backward instead of computing them twice).
+    and in backward (a single chunk keeps its logits for backward instead of computing them twice). `entropy_gradient` lets
+    the entropy be trained on (a bonus); it keeps one more [chunk, V] for backward.
     Raises `ModelError` if the model has no output embedding, `LockstepError` if its forward does not hand the head's
     result through.
     """
@@ -70,7 +77,7 @@ def token_logprobs(
             f"{type(model).__name__} has no output embedding; expected a causal language model with a head"
         )
     head_forward = cast(Callable[[Tensor], Tensor], head.forward)
-    arguments = _Scoring(batch.targets, sampling, chunk_tokens, with_entropy)
+    arguments = _Scoring(batch.targets, sampling, chunk_tokens, with_entropy, entropy_gradient)
     inputs = _inputs(lm, batch)
     if _changes_logits(lm):
         with _forward_replaced(head, lambda hidden_BTD: head_forward(_select(hidden_BTD, batch))[None]):
@@ -172,6 +179,7 @@ class _Scoring:
     sampling: Sampling
     chunk_tokens: int
     with_entropy: bool
+    entropy_gradient: bool
 
 
 def _in_chunks(head: Callable[[Tensor], Tensor], rows: Tensor, scoring: _Scoring) -> TokenLogprobs:
@@ -196,7 +204,7 @@ def _score(
     chosen = logprobs_NV.gather(1, targets[:, None])[:, 0]
     if not scoring.with_entropy:
         return chosen, None
-    with torch.no_grad():
-        # A token that sampling excludes has logprob -inf and adds 0: 0 * -inf would be NaN, 0 * lowest is 0.
+    with torch.set_grad_enabled(scoring.entropy_gradient and torch.is_grad_enabled()):
+        # A token that sampling excludes has logprob -inf and adds 0, and no gradient: 0 * -inf would be NaN, 0 * lowest is 0.
         finite = logprobs_NV.clamp_min(torch.finfo(torch.float32).min)
         return chosen, -(logprobs_NV.exp() * finite).sum(-1)

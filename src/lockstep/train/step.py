@@ -1,8 +1,10 @@
-"""A step's train items in, the policy one optimizer step further out: pack, score, loss, backward, clip, step.
+"""A step's train items in, the policy one or more optimizer steps further out: pack, score, loss, backward, clip, step.
 
-Every rank brings its own items, as many or as few as it has, and makes the same number of passes: where it has run out of
-micro-batches it runs dummies. The loss is a sum over tokens, divided by one number that counts over all ranks; so how
-items are dealt to ranks and cut into micro-batches does not change the gradient.
+Every rank brings its own items, as many or as few as it has, and makes the same number of passes and optimizer steps: where it
+has run out of micro-batches it runs dummies. The loss is a sum over tokens, divided by one number that counts over all ranks;
+so how items are dealt to ranks and cut into micro-batches does not change the gradient.
+
+Glossary: *mini-batch* what one optimizer step trains on, over all ranks · *micro-batch* what one pass computes, on one rank.
 """
 
 from __future__ import annotations
@@ -10,23 +12,34 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from lockstep.config import TrainConfig
-from lockstep.data.packing import MicroBatch, dummy_micro_batch, pack
-from lockstep.dist import World, all_or_none, data_phase, max_over_ranks, sum_over_ranks, sum_stats
+from lockstep.data.packing import MicroBatch
+from lockstep.dist import World, data_phase, sum_stats
 from lockstep.errors import LockstepError
 from lockstep.sharding.base import ShardedModel
+from lockstep.train.kl import kl_reward
 from lockstep.train.logprobs import TokenLogprobs, token_logprobs
-from lockstep.train.losses import policy_loss, token_stats
+from lockstep.train.mini_batches import ByItem, MiniBatch, Planner
 from lockstep.train.mismatch import MismatchSums, mismatch_over_ranks, mismatch_sums
+from lockstep.train.objective import Objective, rollout_logprobs
 from lockstep.train.optim import Optimizer
-from lockstep.types import Sampling, Stat, TrainItem
+from lockstep.types import Sample, Sampling, Stat, TrainItem
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One mini-batch, over all ranks."""
+
+    stats: dict[str, Stat]
+    grad_norm: float | None
+    """Global L2 norm before clipping; None: its KL was above `train.stop_kl`, and no optimizer step was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +47,21 @@ class UpdateResult:
     """The same on every rank."""
 
     stats: dict[str, Stat]
-    """Over all ranks. Per token: loss, ratio, clip_low, clip_high, approx_kl, entropy, kl_ref (with a reference).
-    Besides: skipped (1 where there was nothing to train on; the others then have count 0)."""
+    """Over all ranks and mini-batches: those of `losses.actor_loss`, and loss. Besides: skipped (1 where there was nothing
+    to train on; the others then have count 0)."""
     mismatch: MismatchSums
-    """Over all ranks: trainer against engine on the sampled tokens."""
+    """Over all ranks: trainer, before the update, against engine on the sampled tokens."""
     grad_norm: float
-    """Global L2 norm before clipping; 0 when skipped."""
+    """Mean over optimizer steps of the global L2 norm before clipping; 0 when none was taken."""
     lr: float
     num_tokens: int
-    """Completion tokens in the loss, over all ranks."""
+    """Completion tokens in the loss, over all ranks; each once."""
+    mini_batches: tuple[StepStats, ...] = ()
+    """In the order they were trained on; with `train.stop_kl`, up to the one that stopped it."""
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        return sum(each.grad_norm is not None for each in self.mini_batches)
 
 
 class Actor:
@@ -58,69 +77,138 @@ class Actor:
         world: World,
         pad_id: int,
         max_new_tokens: int,
+        seed: int = 0,
     ):
+        """`seed`: of what mini-batches hold. Raises `ValueError` as `Objective.of`."""
         self.sharded = sharded
         self.optimizer = optimizer
         self.world = world
+        self.objective = Objective.of(train, max_new_tokens=max_new_tokens)
         self._train = train
         self._sampling = sampling
-        self._pad_id = pad_id
-        self._max_new_tokens = max_new_tokens
+        self._seed = seed
+        self._planner = Planner(train, self.objective.denominator, world=world, pad_id=pad_id)
 
     def update(self, items: Sequence[TrainItem], *, step: int) -> UpdateResult:
-        """Collective. One optimizer step on the items of all ranks; a rank may bring none. Leaves the model in eval mode.
+        """Collective. `epochs * mini_batches` optimizer steps on the items of all ranks, which may be split in any way; a
+        rank may bring none. Leaves the model in eval mode. Bit-reproducible for given items, seed and ranks.
 
-        If no rank brings a completion token there is no gradient, and no step is taken: all ranks agree on it, since
-        they compare the global count. Raises, on every rank and without a step: `ValueError` (`LockstepError` on the
-        ranks that are not to blame) for an item whose prompt is empty or whose logprobs are not one per token,
-        `LockstepError` if the gradient is not finite, `RankMissing` if a rank is lost.
+        The ratio compares with the policy before the first of these steps (with a single one: exactly 1). If no rank brings
+        a completion token there is no gradient, and no step is taken: all ranks agree on it, since they compare the global
+        count. Raises, on every rank and without (another) step: `ValueError` (`LockstepError` on the ranks that are not to
+        blame) for an item whose prompt is empty or whose logprobs are not one per token, `LockstepError` if the gradient is
+        not finite, `RankMissing` if a rank is lost.
         """
-        batches = self._batches(items)
+        epochs = self._planner.deal(items, seed=f"{self._seed} {step}")
+        plan = self._planner.pack(epochs, items)
         lr = self.optimizer.lr(step)
-        num_tokens, normaliser = self._global_counts(items)
+        first = [mini for mini in plan if mini.is_first_epoch]
+        num_tokens = sum(mini.num_tokens for mini in first)
         if num_tokens == 0:
-            return UpdateResult(self._empty_stats(), MismatchSums(), grad_norm=0.0, lr=lr, num_tokens=0)
+            stats = self.objective.empty_stats() | {"skipped": Stat(1.0, 1.0)}
+            return UpdateResult(stats, MismatchSums(), grad_norm=0.0, lr=lr, num_tokens=0)
+        with data_phase(self.world, f"update {step}"):
+            old = self._score_all(first, policy="current") if len(plan) > 1 else None
+            reference = self._score_all(first, policy="reference") if self.objective.kl else None
+        done: list[StepStats] = []
+        mismatch = MismatchSums()
+        for mini in plan:
+            result, part = self._optimizer_step(mini, old, reference, lr, step=step)
+            done.append(result)
+            mismatch += part
+            if result.grad_norm is None:
+                break
+        return _result(done, mismatch_over_ranks(mismatch, self.world), lr, num_tokens)
+
+    def kl_rewards(self, samples: Sequence[Sample]) -> list[tuple[float, ...]] | None:
+        """Collective. Token rewards -kl_coef * KL to the reference of this rank's samples; None where the recipe has none.
+
+        One forward of the policy and one of the reference. The mean of them all is what the rewards lose per token.
+        """
+        if self._train.kl_in == "loss" or self._train.kl_coef == 0:
+            return None
+        items = [TrainItem(each.prompt.ids, each.ids, each.logprobs, 0.0, each.slot) for each in samples]
+        (mini,) = self._planner.pack([[list(range(len(items)))]], items)
+        with data_phase(self.world, "KL in the reward"):
+            old, ref = (self._score_all([mini], policy=policy) for policy in ("current", "reference"))
+        kind, coef = self._train.kl_kind, self._train.kl_coef
+        assert kind in ("k1", "k2", "k3")
+        return [
+            tuple(kl_reward(kind, old[i], ref[i], coef=coef).tolist()) if item.ids else ()
+            for i, item in enumerate(items)
+        ]
+
+    def _score_all(self, minis: Sequence[MiniBatch], *, policy: Literal["current", "reference"]) -> ByItem:
+        """Collective. Log-probabilities per item, without gradient and dropout, in the layout that they are used in first."""
+        self.sharded.module.eval()
+        out: ByItem = {}
+        with (
+            record_function(f"train::{policy} logprobs"),
+            torch.no_grad(),
+            self.sharded.adapter_off() if policy == "reference" else nullcontext(),
+        ):
+            for mini in minis:
+                for batch in mini.batches:
+                    out |= mini.split(self._score(batch).logprobs, batch)
+        return out
+
+    def _score(self, batch: MicroBatch, *, with_entropy: bool = False) -> TokenLogprobs:
+        return token_logprobs(
+            self.sharded.module,
+            batch,
+            sampling=self._sampling,
+            with_entropy=with_entropy,
+            entropy_gradient=with_entropy and self.objective.entropy_coef > 0,
+        )
+
+    def _optimizer_step(
+        self, mini: MiniBatch, old: ByItem | None, reference: ByItem | None, lr: float, *, step: int
+    ) -> tuple[StepStats, MismatchSums]:
+        """Collective. Unless the policy has moved too far already."""
         self.optimizer.zero_grad()
         with data_phase(self.world, f"update {step}"):
-            reference = self._reference(batches)
-            stats, mismatch = self._accumulate(batches, items, reference, scale=self.world.size / normaliser)
+            mine, mismatch = self._accumulate(mini, old, reference)
+            stats = None
+            if self._train.stop_kl:
+                stats = self._summed(mine, mini)
+                if stats["approx_kl"].mean > self._train.stop_kl:
+                    self.optimizer.zero_grad()
+                    return StepStats(stats, None), mismatch
             grad_norm = self._clip_and_step(lr, step=step)
-        summed = sum_stats(stats, self.world)
-        return UpdateResult(summed, mismatch_over_ranks(mismatch, self.world), grad_norm, lr, num_tokens)
+        return StepStats(stats or self._summed(mine, mini), grad_norm), mismatch
 
-    def _batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
-        """Collective. This rank's micro-batches, and dummies up to the largest number that a rank has."""
-        train = self._train
-        with all_or_none(self.world, "packing"):
-            _check_logprobs(items)
-            batches = pack(items, mode=train.packing, max_tokens=train.micro_batch_tokens, pad_id=self._pad_id)
-        (most,) = max_over_ranks([len(batches)], self.world)
-        batches += [dummy_micro_batch(self._pad_id) for _ in range(int(most) - len(batches))]
-        return [batch.to(self.world.device) for batch in batches]
+    def _summed(self, mine: dict[str, Stat], mini: MiniBatch) -> dict[str, Stat]:
+        """Collective."""
+        stats = sum_stats(mine, self.world)
+        return stats | {"loss": Stat(stats["loss"].total, mini.denominator)}
 
-    def _global_counts(self, items: Sequence[TrainItem]) -> tuple[int, float]:
-        """Collective. Tokens in the loss, and what the summed loss is divided by (at least 1)."""
-        mine = [float(sum(len(item.ids) for item in items)), self._loss_count(items)]
-        num_tokens, count = sum_over_ranks(mine, self.world)
-        return int(num_tokens), max(count, 1.0)
+    def _accumulate(
+        self, mini: MiniBatch, old: ByItem | None, reference: ByItem | None
+    ) -> tuple[dict[str, Stat], MismatchSums]:
+        """Collective. Gradients of the scaled loss in the parameters; this rank's stats, and mismatch in the first epoch.
 
-    def _loss_count(self, items: Sequence[TrainItem]) -> float:
-        """This rank's part of the normaliser.
-
-        Tokens (DAPO's token mean, arXiv 2503.14476), or for dr_grpo a length that does not depend on the samples: items
-        times the longest possible completion (arXiv 2503.20783). Items left out by the caller do not count.
+        FSDP averages gradients over ranks: the scale holds the number of ranks to undo that. Gradients travel once, with
+        the last micro-batch.
         """
-        if self._train.algorithm == "dr_grpo":
-            return float(sum(1 for item in items if item.ids) * self._max_new_tokens)
-        return float(sum(len(item.ids) for item in items))
-
-    def _reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Collective. The reference policy's logprobs per micro-batch, where a KL term needs them."""
-        if self._train.kl_coef == 0:
-            return [None] * len(batches)
+        self.sharded.module.train()
+        scale = self.world.size / mini.denominator
+        stats: dict[str, Stat] = defaultdict(lambda: Stat(0.0, 0.0))
+        mismatch = MismatchSums()
+        for number, batch in enumerate(mini.batches, start=1):
+            self.sharded.set_gradient_sync(number == len(mini.batches))
+            before = mini.join(old, batch)
+            with record_function("train::forward"):
+                scored = self._score(batch, with_entropy=True)
+                sums = self.objective.loss(scored, batch, mini.items, old=before, reference=mini.join(reference, batch))
+            with record_function("train::backward"):
+                (sums.loss_sum * scale).backward()
+            if mini.is_first_epoch:
+                sampled_from = scored.logprobs if before is None else before
+                mismatch += mismatch_sums(sampled_from, rollout_logprobs(batch, mini.items, like=sampled_from))
+            for name, stat in sums.stats.items():
+                stats[name] += stat
         self.sharded.module.eval()
-        with record_function("train::reference"), torch.no_grad(), self.sharded.adapter_off():
-            return [self._score(batch).logprobs for batch in batches]
+        return dict(stats), mismatch
 
     def _clip_and_step(self, lr: float, *, step: int) -> float:
         """Collective. The norm before clipping is global, so all ranks step or all raise."""
@@ -136,78 +224,16 @@ class Actor:
             )
         return grad_norm
 
-    def _score(self, batch: MicroBatch, *, with_entropy: bool = False) -> TokenLogprobs:
-        return token_logprobs(self.sharded.module, batch, sampling=self._sampling, with_entropy=with_entropy)
 
-    def _accumulate(
-        self,
-        batches: Sequence[MicroBatch],
-        items: Sequence[TrainItem],
-        reference: Sequence[Tensor | None],
-        *,
-        scale: float,
-    ) -> tuple[dict[str, Stat], MismatchSums]:
-        """Collective. Gradients of the scaled loss in the parameters; this rank's stats and mismatch.
-
-        FSDP averages gradients over ranks: `scale` holds the number of ranks to undo that. Gradients travel once, with
-        the last micro-batch.
-        """
-        self.sharded.module.train()
-        stats: dict[str, Stat] = defaultdict(lambda: Stat(0.0, 0.0))
-        mismatch = MismatchSums()
-        for number, (batch, ref_logprobs) in enumerate(zip(batches, reference, strict=True), start=1):
-            self.sharded.set_gradient_sync(number == len(batches))
-            with record_function("train::forward"):
-                scored = self._score(batch, with_entropy=True)
-                loss, part = self._loss(scored, batch, items, ref_logprobs)
-            with record_function("train::backward"):
-                (loss * scale).backward()
-            mismatch += mismatch_sums(
-                scored.logprobs, _per_token([items[i].rollout_logprobs for i in batch.items], loss)
-            )
-            for name, stat in part.items():
-                stats[name] += stat
-        self.sharded.module.eval()
-        stats["loss"] = Stat(stats["loss"].total, self._loss_count(items))
-        stats["skipped"] = Stat(0.0, 1.0)
-        return dict(stats), mismatch
-
-    def _loss(
-        self, scored: TokenLogprobs, batch: MicroBatch, items: Sequence[TrainItem], ref_logprobs: Tensor | None
-    ) -> tuple[Tensor, dict[str, Stat]]:
-        """Sum of token losses, and stats, of one micro-batch."""
-        assert scored.entropy is not None
-        current = scored.logprobs.detach()
-        advantages = _per_token([[items[i].advantage] * len(items[i].ids) for i in batch.items], current)
-        # The only update on these samples: the policy that the ratio compares with is this one, exactly.
-        sums = policy_loss(
-            scored.logprobs,
-            current,
-            advantages,
-            clip_low=self._train.clip_low,
-            clip_high=self._train.clip_high,
-            ref_logprobs=ref_logprobs,
-            kl_coef=self._train.kl_coef,
-        )
-        extra = token_stats({"loss": sums.loss_sum[None], "entropy": scored.entropy})
-        return sums.loss_sum, sums.stats | extra
-
-    def _empty_stats(self) -> dict[str, Stat]:
-        """The stats of an update that was skipped: nothing was counted."""
-        none = torch.empty(0)
-        ref = none if self._train.kl_coef else None
-        names = policy_loss(none, none, none, clip_low=0.0, clip_high=0.0, ref_logprobs=ref).stats
-        return dict.fromkeys((*names, "loss", "entropy"), Stat(0.0, 0.0)) | {"skipped": Stat(1.0, 1.0)}
-
-
-def _check_logprobs(items: Sequence[TrainItem]) -> None:
-    for index, item in enumerate(items):
-        if len(item.rollout_logprobs) != len(item.ids):
-            raise ValueError(
-                f"item {index}: expected a rollout logprob for each of its {len(item.ids)} completion tokens, "
-                f"{len(item.rollout_logprobs)} came"
-            )
-
-
-def _per_token(values: Sequence[Sequence[float]], like: Tensor) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(values)), dtype=torch.float32, device=like.device)
+def _result(done: Sequence[StepStats], mismatch: MismatchSums, lr: float, num_tokens: int) -> UpdateResult:
+    names = done[0].stats
+    stats = {name: sum((each.stats[name] for each in done), Stat(0.0, 0.0)) for name in names}
+    norms = [each.grad_norm for each in done if each.grad_norm is not None]
+    return UpdateResult(
+        stats | {"skipped": Stat(0.0, 1.0)},
+        mismatch,
+        grad_norm=math.fsum(norms) / len(norms) if norms else 0.0,
+        lr=lr,
+        num_tokens=num_tokens,
+        mini_batches=tuple(done),
+    )

@@ -1,0 +1,159 @@
+"""The train section in; the loss of one micro-batch, and what the sums of all of them are divided by, out. No ranks.
+
+What the recipe's words mean in terms of `losses`, `kl` and `corrections` is decided here, once, when the actor is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from lockstep.config import TrainConfig
+from lockstep.data.packing import MicroBatch
+from lockstep.data.sequences import Sequences
+from lockstep.errors import LockstepError
+from lockstep.train.corrections import NAMED, Correction, correct
+from lockstep.train.logprobs import TokenLogprobs
+from lockstep.train.losses import (
+    CISPO,
+    GSPO,
+    Aggregation,
+    Clip,
+    KLTerm,
+    LossSums,
+    Surrogate,
+    TokenInputs,
+    actor_loss,
+    denominator,
+    token_stats,
+)
+from lockstep.types import Stat, TrainItem
+
+DUAL_CLIP = 3.0
+"""verl's `clip_ratio_c`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is minimised."""
+
+    surrogate: Surrogate
+    aggregation: Aggregation
+    kl: KLTerm | None
+    """None: no KL in the loss, and no reference pass for it."""
+    entropy_coef: float
+    corrections: tuple[Correction, ...]
+    max_tokens: int
+    """Longest possible completion, for the aggregation that divides by it."""
+
+    @classmethod
+    def of(cls, train: TrainConfig, *, max_new_tokens: int) -> Objective:
+        """Pure. Raises `ValueError` for bounds that no correction can have."""
+        in_loss = train.kl_in == "loss" and train.kl_coef > 0
+        return cls(
+            surrogate=_surrogate(train),
+            aggregation=_aggregation(train),
+            kl=KLTerm(train.kl_kind, train.kl_coef) if in_loss else None,
+            entropy_coef=train.entropy_coef,
+            corrections=_corrections(train),
+            max_tokens=max_new_tokens,
+        )
+
+    def loss(
+        self,
+        scored: TokenLogprobs,
+        batch: MicroBatch,
+        items: Sequence[TrainItem],
+        *,
+        old: Tensor | None,
+        reference: Tensor | None,
+    ) -> LossSums:
+        """One micro-batch's sum of losses, and its stats. `items` is what was packed; [N] tensors in the batch's order.
+
+        `old`: log-probabilities of the policy that the ratio compares with; None: the current ones, so the ratio is
+        exactly 1 (CASES B82). `reference`: needed where there is a `kl`.
+        """
+        sequences = sequences_of(batch, items)
+        current = scored.logprobs.detach()
+        before = current if old is None else old
+        weights = None
+        if self.corrections:
+            weights = correct(self.corrections, before, rollout_logprobs(batch, items, like=current), sequences)
+        advantages = per_token([_advantages(items[i]) for i in batch.items], like=current)
+        tokens = TokenInputs(scored.logprobs, before, advantages, sequences, reference, scored.entropy, weights)
+        sums = actor_loss(
+            tokens, self.surrogate, aggregation=self.aggregation, kl=self.kl, entropy_coef=self.entropy_coef
+        )
+        return LossSums(sums.loss_sum, sums.stats | token_stats({"loss": sums.loss_sum[None]}))
+
+    def denominator(self, *, num_tokens: float, num_sequences: float) -> float:
+        """From counts over all ranks."""
+        return denominator(
+            self.aggregation, num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=self.max_tokens
+        )
+
+    def empty_stats(self) -> dict[str, Stat]:
+        """The names of `loss`'s stats, for an update that counted nothing."""
+        none = torch.empty(0, requires_grad=True)
+        weights = correct(self.corrections, none, none, Sequences.of([])) if self.corrections else None
+        reference = none if self.kl else None
+        tokens = TokenInputs(none, none, none, Sequences.of([]), reference, none, weights)
+        sums = actor_loss(tokens, self.surrogate, aggregation=self.aggregation, kl=self.kl)
+        return dict.fromkeys((*sums.stats, "loss"), Stat(0.0, 0.0))
+
+
+def sequences_of(batch: MicroBatch, items: Sequence[TrainItem]) -> Sequences:
+    """Raises `LockstepError` if the micro-batch holds a part of a sample: a sample's ratio, mean or mask would be wrong."""
+    lengths = [len(items[i].ids) for i in batch.items]
+    if sum(lengths) != batch.num_tokens:
+        raise LockstepError(
+            f"a micro-batch has {batch.num_tokens} completion tokens of samples that have {sum(lengths)}; expected whole samples"
+        )
+    return Sequences.of(lengths, device=batch.targets.device)
+
+
+def rollout_logprobs(batch: MicroBatch, items: Sequence[TrainItem], *, like: Tensor) -> Tensor:
+    """[N]: what the engine said of its samples."""
+    return per_token([items[i].rollout_logprobs for i in batch.items], like=like)
+
+
+def per_token(values: Sequence[Sequence[float]], *, like: Tensor) -> Tensor:
+    return torch.tensor(list(chain.from_iterable(values)), dtype=torch.float32, device=like.device)
+
+
+def _advantages(item: TrainItem) -> Sequence[float]:
+    return [item.advantage] * len(item.ids) if item.token_advantages is None else item.token_advantages
+
+
+def _surrogate(train: TrainConfig) -> Surrogate:
+    usual = {"ppo": Clip(), "gspo": GSPO(), "cispo": CISPO()}[train.loss]
+    low = usual.low if train.clip_low is None else train.clip_low
+    high = usual.high if train.clip_high is None else train.clip_high
+    if not isinstance(usual, Clip):
+        return replace(usual, low=low, high=high)
+    if train.clip_dual is None:
+        return Clip(low, high, dual=DUAL_CLIP if 1 + high < DUAL_CLIP else None)
+    return Clip(low, high, dual=train.clip_dual or None)
+
+
+def _aggregation(train: TrainConfig) -> Aggregation:
+    if train.aggregation != "auto":
+        return train.aggregation
+    if train.algorithm == "dr_grpo":
+        return "constant_length"
+    return "seq_mean_token_mean" if train.loss == "gspo" else "token_mean"
+
+
+def _corrections(train: TrainConfig) -> tuple[Correction, ...]:
+    if train.correction == "none":
+        return ()
+    given = {"low": train.correction_low, "high": train.correction_high}
+    changed = {name: value for name, value in given.items() if value is not None}
+    try:
+        return (replace(NAMED[train.correction], **changed),)
+    except ValueError as error:
+        raise ValueError(f"train.correction: {error}") from error
