@@ -97,8 +97,8 @@ def test_state_is_fp32_and_other_parameters_are_refused():
     backward(named, 0)
     optimizer.step(0.1)
     assert {t.dtype for state in optimizer.torch.state.values() for t in state.values()} == {torch.float32}
-    with pytest.raises(ModelError, match=r"p is torch.bfloat16; .* float32"):
-        make([("p", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))])
+    with pytest.raises(ModelError, match=r"p is torch.float16; .* float32"):
+        make([("p", nn.Parameter(torch.zeros(2, dtype=torch.float16)))])
 
 
 def test_nothing_to_train_is_an_error():
