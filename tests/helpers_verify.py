@@ -47,7 +47,7 @@ def make_trainer(
 def update(sharded: ShardedModel, *, seed: int, size: float = 0.01) -> None:
     """What an optimizer step does, without one: every B moves by random amounts that do not depend on the ranks."""
     for index, (name, _) in enumerate(sharded.trainable()):
-        if "lora_B" in name or "lora_embedding_B" in name:
+        if "lora_B" in name or "lora_embedding_A" in name:
             shape = next(tensor.shape for tensor in sharded.plan.parameters if tensor.name == name)
             whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed * 1000 + index)) * size
             start, stop = sharded.ranges(name)[sharded.world.rank]

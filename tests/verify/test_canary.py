@@ -327,3 +327,64 @@ def check_never_written(world, folder, backend):
 def test_a_failed_check_leaves_the_trainer_as_it_was(folder):
     for backend in ("fsdp2", "fsdp1"):
         run_ranks(2, check_never_written, folder, backend)
+
+
+def check_tied(world, tied_folder):
+    """Embedding and head share a weight; PEFT's forward has the adapter on one side, an engine with one weight on both."""
+    said = {}
+    for side, other in (("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")):
+        sharded = make_trainer(world, tied_folder, targets=["q_proj", side])
+        engine = make_engine(probe_model(tie_word_embeddings=True), eos_ids=())
+        canary = make_canary(sharded)
+        deliver(sharded, engine, 0)
+        canary.check(answer(canary, engine), version=0)
+        update(sharded, seed=1)
+        deliver(sharded, engine, 1)
+        canary.check(answer(canary, engine), version=1)
+        modules = dict(engine._model.named_modules())
+        adapted = next(each for name, each in modules.items() if name.endswith(side))
+        plain = next(each for name, each in modules.items() if name.endswith(other))
+        with torch.no_grad():
+            plain.weight = torch.nn.Parameter(plain.weight + adapted.get_delta_weight("default"), requires_grad=False)
+        with pytest.raises(CanaryFailed) as caught:
+            canary.check(answer(canary, engine), version=1)
+        said[side] = str(caught.value)
+    return said
+
+
+def check_adapter_rounded(world, folder):
+    """B49: the engine casts the adapter. Trained long, so that this shows at all."""
+    bench = Bench(world, folder)
+    update(bench.sharded, seed=8, size=0.1)
+    bench.version += 1
+    deliver(bench.sharded, bench.engine, bench.version)
+    bench.canary.check(answer(bench.canary, bench.engine), version=bench.version)
+    for name, parameter in bench.engine._model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16().float()
+    return bench.said(bench.engine)
+
+
+def check_lost_base(world, folder):
+    """B29: a sleeping engine forgot its base; adapters alone came since. And B77: options filled in from a generation_config."""
+    bench = Bench(world, folder)
+    filled_in = Altered(bench.engine, ask=lambda sampling: replace(sampling, top_k=5))
+    words = [bench.said(filled_in)]
+    for name, parameter in bench.engine._model.named_parameters():
+        if "lora_" not in name and "layers" in name:
+            parameter.data.zero_()
+    return [*words, bench.said(bench.engine)]
+
+
+def check_rest(world, tied_folder, folder):
+    return check_tied(world, tied_folder), check_adapter_rounded(world, folder), check_lost_base(world, folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_weights_a_cast_adapter_and_a_lost_base(folder, tmp_path, ranks):
+    tied = save_model(probe_model(tie_word_embeddings=True), tmp_path)
+    for said, cast, others in run_ranks(ranks, check_rest, tied, folder):
+        assert best(said["embed_tokens"]) == "head tied to the adapted embedding", said
+        assert best(said["lm_head"]) == "embedding tied to the adapted head", said
+        assert best(cast) == "adapter in bfloat16", cast
+        assert all("No known explanation fits" in words for words in others), others

@@ -14,10 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.model.lora import ADAPTER, scaling_of
+from lockstep.names import is_adapter_name
 from lockstep.sharding.base import ShardedModel
+from lockstep.sharding.skeleton import walk
 from lockstep.types import Sampling
 from lockstep.verify.scoring import Scorer
-from lockstep.verify.swaps import KeptAdapter, adapted_layers, adapter_as, base_rounded, scaling_as
+from lockstep.verify.swaps import (
+    KeptAdapter,
+    adapted_layers,
+    adapter_as,
+    adapter_rounded,
+    base_rounded,
+    scaling_as,
+    tied_to,
+)
 
 ROUNDED_TO = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 GROUPS = {
@@ -80,11 +91,12 @@ def every(subject: Subject) -> Iterator[Hypothesis]:
     if has_adapter(subject.sharded):
         yield from scalings(subject)
         yield from unbound(subject)
+        yield from tied(subject)
     if subject.prefix:
-        for kept in subject.kept[:1]:
+        for kept in subject.kept:
             if kept.shards:
                 yield stale_prefix(subject, kept)
-    yield from other_bases(subject)
+    yield from other_dtypes(subject)
 
 
 def has_adapter(sharded: ShardedModel) -> bool:
@@ -218,25 +230,57 @@ def stale_prefix(subject: Subject, kept: KeptAdapter) -> Hypothesis:
     )
 
 
-def other_bases(subject: Subject) -> Iterator[Hypothesis]:
-    """The base in a dtype that holds less than the trainer's."""
-    trained = next(
-        tensor.dtype
-        for tensor in subject.sharded.plan.parameters
-        if tensor.dtype.is_floating_point and not tensor.is_trainable
-    )
-    for dtype in ROUNDED_TO:
-        if torch.finfo(dtype).eps > torch.finfo(trained).eps:
-            short = str(dtype).removeprefix("torch.")
+def other_dtypes(subject: Subject) -> Iterator[Hypothesis]:
+    """The base, or the adapter, in a dtype that holds less than the trainer's."""
+    sharded = subject.sharded
+    parts = {
+        "base": (base_rounded, False, "base weights are rounded to {}: it loaded the checkpoint in another dtype"),
+        "adapter": (adapter_rounded, True, "adapter is rounded to {}: its LoRA dtype is not the one that is sent"),
+    }
+    for part, (rounded, is_adapter, says) in parts.items():
+        held = {
+            tensor.dtype
+            for tensor in sharded.plan.parameters
+            if tensor.dtype.is_floating_point and is_adapter_name(tensor.name) == is_adapter
+        }
+        finest = min((torch.finfo(dtype).eps for dtype in held), default=1.0)
+        for dtype in ROUNDED_TO:
+            if torch.finfo(dtype).eps > finest:
+                short = str(dtype).removeprefix("torch.")
+                yield Hypothesis(
+                    f"{part} in {short}", f"the engine's {says.format(short)}", _under_rounded(subject, rounded, dtype)
+                )
+
+
+def _under_rounded(subject: Subject, rounded: Callable[..., Any], dtype: torch.dtype) -> Callable[[], Tensor]:
+    return lambda: subject.under(rounded(subject.sharded, dtype))
+
+
+def tied(subject: Subject) -> Iterator[Hypothesis]:
+    """An adapter on one side of a weight that embedding and head share; PEFT's forward applies it on that side only."""
+    model: Any = subject.sharded.module
+    live = dict(walk(subject.sharded.module))
+    sides = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    plain = {side: getattr(module, "base_layer", module) for side, module in sides.items()}
+    names = {
+        side: next((f"{name}.weight" for name, each in live.items() if each is module), "")
+        for side, module in plain.items()
+    }
+    shared = any(set(names.values()) <= {tensor.name, *tensor.aliases} for tensor in subject.sharded.plan.parameters)
+    adapted = {id(layer): name for name, layer in adapted_layers(subject.sharded)}
+    for side, other in (("embedding", "head"), ("head", "embedding")):
+        layer = next((name for ident, name in adapted.items() if live[name] is sides[side]), None)
+        if shared and layer is not None and id(sides[other]) not in adapted:
             yield Hypothesis(
-                f"base in {short}",
-                f"the engine's base weights are rounded to {short}: it loaded the checkpoint in another dtype",
-                _rounded(subject, dtype),
+                f"{other} tied to the adapted {side}",
+                f"the engine has one weight for embedding and head, and serves the {side}'s update in the {other} too: export both "
+                "apart (MergedExport(untie=True)) to an engine that does not tie them",
+                _tied_score(subject, layer, plain[other]),
             )
 
 
-def _rounded(subject: Subject, dtype: torch.dtype) -> Callable[[], Tensor]:
-    return lambda: subject.under(base_rounded(subject.sharded, dtype))
+def _tied_score(subject: Subject, layer: str, other: Any) -> Callable[[], Tensor]:
+    return lambda: subject.under(tied_to(subject.sharded, layer, other))
 
 
 def is_head(sharded: ShardedModel, layer: Any) -> bool:
@@ -245,11 +289,11 @@ def is_head(sharded: ShardedModel, layer: Any) -> bool:
 
 
 def _scale(layer: Any) -> float:
-    return float(layer.scaling["default"])
+    return scaling_of(layer)
 
 
 def _other_kind(name: str, layer: Any) -> float:
     """The scale under the other of the two conventions, whichever the layer has."""
-    alpha, rank = float(layer.lora_alpha["default"]), int(layer.r["default"])
+    alpha, rank = float(layer.lora_alpha[ADAPTER]), int(layer.r[ADAPTER])
     plain, root = alpha / rank, alpha / math.sqrt(rank)
     return plain if math.isclose(_scale(layer), root) and rank > 1 else root

@@ -54,16 +54,43 @@ def adapter_as(sharded: ShardedModel, kept: KeptAdapter) -> Iterator[None]:
 @contextmanager
 def base_rounded(sharded: ShardedModel, dtype: torch.dtype) -> Iterator[None]:
     """Inside, every matrix of the base is rounded to `dtype`, as in an engine that loaded the checkpoint in it."""
-
-    def rounded(value: Tensor) -> Tensor:
-        return value.to(dtype).to(value.dtype)
-
     names = [
         tensor.name
         for tensor in sharded.plan.parameters
         if not is_adapter_name(tensor.name) and len(tensor.shape) > 1 and tensor.dtype.is_floating_point
     ]
-    with parameters_as(sharded, dict.fromkeys(names, rounded)):
+    with parameters_as(sharded, dict.fromkeys(names, _rounded_to(dtype))):
+        yield
+
+
+@contextmanager
+def adapter_rounded(sharded: ShardedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the adapter's tensors are rounded to `dtype`."""
+    names = [tensor.name for tensor in sharded.plan.parameters if tensor.is_trainable and is_adapter_name(tensor.name)]
+    with parameters_as(sharded, dict.fromkeys(names, _rounded_to(dtype))):
+        yield
+
+
+def _rounded_to(dtype: torch.dtype) -> Change:
+    return lambda value: value.to(dtype).to(value.dtype)
+
+
+@contextmanager
+def tied_to(sharded: ShardedModel, layer: str, other: nn.Module) -> Iterator[None]:
+    """Inside, the module `other` has the weight that the adapted `layer` (clean name), with which it shares one, comes to."""
+    live = dict(walk(sharded.module))[layer]
+    names = {tensor.name for tensor in sharded.plan.parameters if tensor.is_trainable}
+    a, b = (
+        next(name for name in names if name.startswith(f"{layer}.lora_") and f"{kind}.{ADAPTER}" in name)
+        for kind in "AB"
+    )
+
+    def merged(weight: Tensor) -> Tensor:
+        factor_a, factor_b = (whole(sharded, name, sharded.local_flat(name)) for name in (a, b))
+        delta = (factor_b.float() @ factor_a.float()) * cast(Any, live).scaling[ADAPTER]
+        return (weight.float() + (delta.T if "embedding" in a else delta)).to(weight.dtype)
+
+    with _forward_with(other, [(other, "weight", merged)]):
         yield
 
 

@@ -6,6 +6,7 @@ noise times `FACTOR`, but never below the floor (a lucky first probe) or above t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,8 @@ class Judged:
     """Evidence for each lost update, with that of earlier checks, by "<engine> <name>"."""
     fits: dict[str, Fit] = field(default_factory=dict)
     """Of this check alone."""
+    effects: dict[str, float] = field(default_factory=dict)
+    """What each lost update would change (rms, nats), on the engine where that is least."""
 
     def metrics(self) -> dict[str, float]:
         leads = {f"canary/lead/{name}": fit.lead for name, fit in self.fits.items()}
@@ -86,32 +89,43 @@ class Judged:
         }
 
 
+def limit_of(band: Band, noise: float | None) -> float:
+    """`noise`: of the first check; None before it."""
+    return band.ceiling if noise is None else min(max(FACTOR * noise, band.floor), band.ceiling)
+
+
+def lasting(name: str) -> str:
+    """The name under which evidence of a lost update adds up over checks: each has another previous version."""
+    return "the previous version" if name.startswith("version") else name
+
+
 def judge(tested: Sequence[Scores], *, band: Band, noise: float | None, before: Mapping[str, Evidence]) -> Judged:
     """The first engine with a fault, or the one that is furthest off. `noise`: calibrated; None before the first check."""
-    limit = band.ceiling if noise is None else min(max(FACTOR * noise, band.floor), band.ceiling)
+    limit = limit_of(band, noise)
     sizes = [rms(each.engine - each.trainer) for each in tested]
-    sums = dict(before)
+    sums, effects = dict(before), dict[str, float]()
     results = []
     for number, (each, size) in enumerate(zip(tested, sizes, strict=True)):
         fits, fault = {}, None
         for name, assumed in each.assumed.items():
             found = evidence(each.engine, each.trainer, assumed)
-            lasting = "the previous version" if name.startswith("version") else name
-            key = f"{number} {lasting}"
+            short = lasting(name)
+            key = f"{number} {short}"
             sums[key] = sums.get(key, Evidence()) + found
-            fits[lasting] = found.fit(band.exact)
-            fault = fault or _lost(lasting, fits[lasting], sums[key].fit(band.exact), noise=noise or band.ceiling)
+            fits[short] = found.fit(band.exact)
+            effects[short] = min(fits[short].effect, effects.get(short, math.inf))
+            fault = fault or _lost(short, fits[short], sums[key].fit(band.exact), noise=noise or band.ceiling)
         if not size <= limit:
             fault = "its log-probabilities differ by more than rounding explains"
         worst = float((each.engine - each.trainer).abs().max()) if each.engine.numel() else 0.0
         results.append((fault, number, size, worst, each.engine.numel(), fits))
     chosen = next((each for each in results if each[0]), None) or max(results, key=lambda each: each[2])
     fault, number, size, worst, count, fits = chosen
-    return Judged(fault, number, size, worst, limit, count, max(sizes), sums, fits)
+    return Judged(fault, number, size, worst, limit, count, max(sizes), sums, fits, effects)
 
 
-def _lost(name: str, now: Fit, lasting: Fit, *, noise: float) -> str | None:
-    for fit, when in ((now, ""), (lasting, " over the checks so far")):
+def _lost(name: str, now: Fit, summed: Fit, *, noise: float) -> str | None:
+    for fit, when in ((now, ""), (summed, " over the checks so far")):
         if fit.share > NEARER and fit.explains_better:
             return f"it is nearer to {name} than to the trainer{when} ({_share(fit)} of the way)"
     is_partial = abs(now.share) > PARTIAL and abs(now.share) > 6 * now.error
