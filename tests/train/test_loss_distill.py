@@ -45,8 +45,9 @@ def test_the_gradient_of_the_logits_is_that_of_the_definition():
 def test_a_bucket_for_the_rest_is_a_kl_and_never_more_than_the_whole(seed, k):
     student, teacher = logprobs(seed), logprobs(seed + 1)
     whole, part = reverse_kl(student, teacher), reverse_kl_topk(*top(student, teacher, k))
-    assert (part >= -1e-12).all()
-    assert (part <= whole + 1e-12).all()
+    # 1 - sum is known to 1e-16 and the teacher's rest is above 1e-6 here, so its logarithm is known to 1e-10.
+    assert (part >= -1e-10).all()
+    assert (part <= whole + 1e-10).all()
 
 
 def test_all_tokens_are_the_whole_whatever_the_tail():

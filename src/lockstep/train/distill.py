@@ -65,7 +65,8 @@ def _kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _with_rest(logprobs_NK: Tensor) -> Tensor:
-    """[N, K + 1]: the last column is log(1 - sum of the others), finite where rounding leaves nothing."""
+    """[N, K + 1]: the last column is log(1 - sum of the others). A rest below the dtype's rounding counts as that (1e-7 in
+    fp32): it is not known better, and its logarithm stays finite."""
     rest = -torch.expm1(torch.logsumexp(logprobs_NK, -1, keepdim=True))
     tiny = torch.finfo(logprobs_NK.dtype).eps
     return torch.cat([logprobs_NK, rest.clamp_min(tiny).log()], -1)
