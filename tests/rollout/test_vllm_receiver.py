@@ -212,6 +212,30 @@ def test_tensors_without_a_place_are_refused(receiver, rename, words):
         receiver.begin(manifest_of(1, "adapter", renamed, config))
 
 
+def test_names_of_another_class_bind_as_vllm_maps_them_or_not_at_all(worker, receiver):
+    """A checkpoint of a multimodal class has `model.language_model.layers` where this vLLM model has `model.layers`."""
+    tensors, config = adapter()
+    foreign = {name.replace("model.layers", "model.language_model.layers"): tensor for name, tensor in tensors.items()}
+    with pytest.raises(
+        TransportError, match=r"no module 'model\.language_model\.layers\.0\.self_attn\.q_proj'.*nearest is"
+    ):
+        receiver.begin(manifest_of(1, "adapter", foreign, config))
+
+    def mapped(name):
+        return name.replace("model.language_model.", "model.")
+
+    mapper = SimpleNamespace(_map_name=mapped, get_rename_mapper=lambda: SimpleNamespace(_map_name=mapped))
+    worker.model_runner.model.hf_to_vllm_mapper = mapper
+    receiver.begin(manifest_of(2, "adapter", foreign, config))
+    assert set(receiver._update.pairs) == {
+        f"model.layers.0.{end}" for end in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    }
+    receiver.abort("the next")
+    weights = {name.replace("model.layers", "model.language_model.layers"): t for name, t in checkpoint(3).items()}
+    places = find_places(worker.model_runner.model, manifest_of(3, "merged", weights).specs)
+    assert set(places.views) == set(weights) and not places.untouched
+
+
 def test_half_a_pair_and_another_dtype_are_refused(receiver):
     tensors, config = adapter()
     half = {name: tensor for name, tensor in tensors.items() if "v_proj.lora_B" not in name}
