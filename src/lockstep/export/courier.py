@@ -12,7 +12,7 @@ import torch
 
 from lockstep.export.exchange import Exchange, Pending, Traffic, make_exchange
 from lockstep.export.layout import Layout, lay_out, nbytes_of
-from lockstep.export.merge import RowsMerge, merge_elements
+from lockstep.export.merge import RowsMerge, merge_into
 from lockstep.export.schedule import Segment, aligned_bytes, cut
 from lockstep.export.what import ExportPlan, Factors
 from lockstep.sharding.base import Destination, ShardedModel
@@ -208,7 +208,7 @@ class Courier:
                 plain.append(self._values(segment))
                 places.append(place)
             else:
-                place.copy_(self._merged(travel.merge, self._values(segment), segment.start))
+                self._merge(place, travel.merge, self._values(segment), segment.start)
         if plain:
             torch._foreach_copy_(places, plain)
 
@@ -222,13 +222,14 @@ class Courier:
         is_all = segment.start == first and segment.stop == last
         return values if is_all else values[segment.start - first : segment.stop - first]
 
-    def _merged(self, merge: RowsMerge, base: torch.Tensor, start: int) -> torch.Tensor:
+    def _merge(self, place: torch.Tensor, merge: RowsMerge, base: torch.Tensor, start: int) -> None:
         device = self._sharded.world.device
         b, first_row = self._factors.get(merge.b), 0
         if b is None:
             first_row = self._sharded.ranges(merge.b)[self._sharded.world.rank][0] // merge.rank
             b = self._sharded.local_flat(merge.b).reshape(-1, merge.rank).to(device)
-        return merge_elements(merge, base.to(device), start=start, a=self._factors[merge.a], b=b, first_row=first_row)
+        a = self._factors[merge.a]
+        merge_into(place, merge, base.to(device), start=start, a=a, b=b, first_row=first_row)
 
 
 class _Landing:

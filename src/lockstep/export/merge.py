@@ -100,18 +100,39 @@ def merge_elements(
     `first_row` on: those of the range, and `MIN_ROWS` in all where B has so many. Beside the result it needs about
     `_CHUNK_ELEMENTS` elements (experts: one expert's delta). Raises `ValueError` when B's rows are not enough.
     """
-    merged = base.detach().clone()
-    if not merged.numel():
-        return merged
-    with torch.autocast(base.device.type, enabled=False):  # which would round the product to 16 bits
-        _add_delta(merge, merged, start=start, a=a, b=b, first_row=first_row)
+    merged = torch.empty_like(base)
+    merge_into(merged, merge, base, start=start, a=a, b=b, first_row=first_row)
     return merged
 
 
-def _add_delta(
-    merge: RowsMerge, merged: torch.Tensor, *, start: int, a: torch.Tensor, b: torch.Tensor, first_row: int
+def merge_into(
+    out: torch.Tensor,
+    merge: RowsMerge,
+    base: torch.Tensor,
+    *,
+    start: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    first_row: int = 0,
 ) -> None:
-    stop = start + merged.numel()
+    """`merge_elements`, written to `out` [len(base)], whose dtype may be another: rounded to the base's dtype, then to that."""
+    if not base.numel():
+        return
+    with torch.autocast(base.device.type, enabled=False):  # which would round the product to 16 bits
+        _add_delta(out, merge, base.detach(), start=start, a=a, b=b, first_row=first_row)
+
+
+def _add_delta(
+    out: torch.Tensor,
+    merge: RowsMerge,
+    base: torch.Tensor,
+    *,
+    start: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    first_row: int,
+) -> None:
+    stop = start + base.numel()
     row = merged_row_elements(merge)  # elements per row of W (experts: per expert)
     rows = merge.shape[0]
     low_row, high_row = (first_row, first_row + b.shape[0]) if merge.kind == "linear" else (0, rows)
@@ -128,7 +149,11 @@ def _add_delta(
         window = (first, last) if merge.kind == "experts" else _widen(first, last, low_row, high_row)
         delta = _delta(merge, a, b, window, first_row).reshape(-1)
         low, high = max(start, first * row), min(stop, last * row)
-        merged[low - start : high - start] += delta[low - window[0] * row : high - window[0] * row]
+        part = delta[low - window[0] * row : high - window[0] * row]
+        was = base[low - start : high - start]
+        # The sum is rounded to the base's dtype before anything else, as in PEFT's `weight += delta`.
+        merged = part.add_(was) if part.dtype is base.dtype else torch.add(was, part).to(base.dtype)
+        out[low - start : high - start].copy_(merged)
 
 
 def merged_row_elements(merge: RowsMerge) -> int:
