@@ -23,7 +23,7 @@ from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
 from lockstep.dist import World, all_or_none, data_phase
-from lockstep.engines import DTYPES, start_engine
+from lockstep.engines import DTYPES, make_sampling, start_engine
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
 from lockstep.known_warnings import while_recomputing
@@ -212,11 +212,6 @@ def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedMode
     )
     fill(sharded, files, attention=config.model.attention)
     return sharded
-
-
-def make_sampling(config: Config, eos_ids: tuple[int, ...]) -> Sampling:
-    rollout = config.rollout
-    return Sampling(float(rollout.temperature), rollout.top_p, rollout.top_k, rollout.max_new_tokens, eos_ids)
 
 
 def eval_rewards(config: Config) -> tuple[RewardSet, RewardSet | None]:

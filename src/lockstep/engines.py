@@ -30,6 +30,7 @@ from lockstep.rollout.sglang_server import SglangServer
 from lockstep.rollout.vllm import VllmEngine
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_server import VllmServer
+from lockstep.types import Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -70,6 +71,12 @@ def embedded_engine(config: Config, files: ModelFiles, tokenizer: PreTrainedToke
         device=world.device,
         cache_tokens=config.rollout.batch_tokens,
     )
+
+
+def make_sampling(config: Config, eos_ids: tuple[int, ...]) -> Sampling:
+    """What training samples are drawn from."""
+    rollout = config.rollout
+    return Sampling(float(rollout.temperature), rollout.top_p, rollout.top_k, rollout.max_new_tokens, eos_ids)
 
 
 class _Shared:

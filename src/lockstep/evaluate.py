@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from rich.table import Table
 
 from lockstep import dist
-from lockstep.assemble import Data, encode_held_out, eval_rewards, make_sampling
+from lockstep.assemble import Data, encode_held_out, eval_rewards
 from lockstep.checkpoint import read_adapter_folder
 from lockstep.config import Config
 from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.dist import World, agree, all_or_none, sum_over_ranks
-from lockstep.engines import embedded_engine
+from lockstep.engines import embedded_engine, make_sampling
 from lockstep.errors import ConfigError
 from lockstep.model.load import find_model, load_tokenizer
 from lockstep.observe.progress import configure_logging, make_console
