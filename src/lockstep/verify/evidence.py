@@ -19,6 +19,8 @@ from torch import Tensor
 SURE = 6.0
 """Standard errors between a and 1/2 from which on a check says so. A healthy engine is wrong by this much once in 1e9 checks of
 normal noise; tokens of one sequence are not quite independent, so the margin is wide."""
+FEWEST = 5.0
+"""Tokens that must carry x: one token with a large error fits itself, whatever its error's estimate says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Fit:
     """Root mean square of d - x (nats): what the assumption leaves unexplained."""
     effect: float
     """Root mean square of x (nats): how much is at stake."""
+    support: float
+    """By how many equally weighted tokens x is carried: (sum x^2)^2 / sum x^4."""
 
     @property
     def lead(self) -> float:
@@ -41,7 +45,7 @@ class Fit:
 
     @property
     def explains_better(self) -> bool:
-        return self.lead > SURE
+        return self.lead > SURE and self.support > FEWEST
 
     @property
     def is_ruled_out(self) -> bool:
@@ -73,16 +77,17 @@ class Evidence:
         )
 
     def fit(self, noise: float) -> Fit:
-        """`noise`: what a token's log-probability is exact to (nats); no residual counts as smaller."""
+        """`noise`: what a token's log-probability is exact to (nats, rms); no residual counts as smaller."""
         n = max(self.num_tokens, 1)
         effect = math.sqrt(self.xx / n)
         residual = math.sqrt(max(self.dd - 2 * self.xd + self.xx, 0.0) / n)
         if self.xx <= n * (noise / 100) ** 2:
-            return Fit(math.nan, math.inf, residual, effect)
+            return Fit(math.nan, math.inf, residual, effect, 0.0)
         share = self.xd / self.xx
         # sum of x^2 (d - a x)^2, with at least `noise` for d - a x
         spread = max(self.x2d2 - 2 * share * self.x3d + share**2 * self.x4, 0.0) + noise**2 * self.xx
-        return Fit(share, math.sqrt(spread * n / max(n - 1, 1)) / self.xx, residual, effect)
+        support = self.xx**2 / self.x4
+        return Fit(share, math.sqrt(spread * n / max(n - 1, 1)) / self.xx, residual, effect, support)
 
 
 def evidence(engine: Tensor, trainer: Tensor, assumed: Tensor) -> Evidence:

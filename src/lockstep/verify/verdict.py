@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lockstep.verify.evidence import Evidence, Fit, evidence, rms
+from lockstep.verify.evidence import FEWEST, Evidence, Fit, evidence, rms
 from lockstep.verify.hypotheses import Hypothesis
 
 FACTOR = 5.0
@@ -112,9 +112,11 @@ def judge(tested: Sequence[Scores], *, band: Band, noise: float | None, before: 
             short = lasting(name)
             key = f"{number} {short}"
             sums[key] = sums.get(key, Evidence()) + found
-            fits[short] = found.fit(band.exact)
+            fits[short] = found.fit(max(band.exact, noise or 0.0))
             effects[short] = min(fits[short].effect, effects.get(short, math.inf))
-            fault = fault or _lost(short, fits[short], sums[key].fit(band.exact), noise=noise or band.ceiling)
+            fault = fault or _lost(
+                short, fits[short], sums[key].fit(max(band.exact, noise or 0.0)), noise=noise or band.ceiling
+            )
         if not size <= limit:
             fault = "its log-probabilities differ by more than rounding explains"
         worst = float((each.engine - each.trainer).abs().max()) if each.engine.numel() else 0.0
@@ -128,7 +130,7 @@ def _lost(name: str, now: Fit, summed: Fit, *, noise: float) -> str | None:
     for fit, when in ((now, ""), (summed, " over the checks so far")):
         if fit.share > NEARER and fit.explains_better:
             return f"it is nearer to {name} than to the trainer{when} ({_share(fit)} of the way)"
-    is_partial = abs(now.share) > PARTIAL and abs(now.share) > 6 * now.error
+    is_partial = abs(now.share) > PARTIAL and abs(now.share) > 6 * now.error and now.support > FEWEST
     if is_partial and now.effect > ABOVE_NOISE * noise:
         return f"part of the update is not what it serves ({_share(now)} of the way to {name})"
     return None
