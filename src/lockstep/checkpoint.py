@@ -43,6 +43,7 @@ from lockstep.files import (
 )
 from lockstep.names import clean_name, is_adapter_name
 from lockstep.sharding.base import ShardedModel
+from lockstep.train.optim import MasterAdamW
 
 log = logging.getLogger(__name__)
 
@@ -182,16 +183,20 @@ def _parts(state: TrainState, wanted: set[str] | None = None) -> dict[str, Part]
     A parameter that never had a step has no optimizer state: it is neither saved nor expected (transformers #25849).
     """
     out: dict[str, Part] = {}
+    is_master = isinstance(state.optimizer, MasterAdamW)
+    names = ("step", "exp_avg", "exp_avg_sq", *(("master",) if is_master else ()))
     shapes = {tensor.name: tensor.shape for tensor in state.sharded.plan.parameters}
     for name, param in state.sharded.trainable():
         start, stop = _range_of(state.sharded, name, param)
         mine = state.sharded.local_flat(name)
         out[f"adapter.{name}"] = Part(mine if wanted is None else mine.clone(), start, shapes[name])
         slots = state.optimizer.state.get(param, {})
-        for slot in ("step", "exp_avg", "exp_avg_sq"):
+        for slot in names:
             key = f"optimizer.{name}.{slot}"
             if wanted is not None and key in wanted and slot not in slots:
-                state.optimizer.state[param][slot] = _empty_slot(slot, param)
+                state.optimizer.state[param][slot] = _empty_slot(
+                    slot, param, torch.float32 if is_master else param.dtype
+                )
                 slots = state.optimizer.state[param]
             if slot in slots and slot != "step":
                 out[key] = Part(_flat(slots[slot]), start, shapes[name])
@@ -219,8 +224,10 @@ def _flat(slot: torch.Tensor) -> torch.Tensor:
     return (slot.to_local() if isinstance(slot, DTensor) else slot).detach().view(-1)
 
 
-def _empty_slot(slot: str, param: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float32) if slot == "step" else torch.zeros_like(param.detach())
+def _empty_slot(slot: str, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if slot == "step":
+        return torch.zeros((), dtype=torch.float32)
+    return torch.zeros_like(param.detach(), dtype=dtype)
 
 
 def _candidates(folder: Path) -> Iterator[Path]:

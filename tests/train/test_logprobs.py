@@ -15,6 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from helpers_train import PLAIN, adapt, item, largest_gap, make_items, whole_gradients
 from lockstep.data.packing import MicroBatch, dummy_micro_batch, pack
 from lockstep.errors import LockstepError, ModelError
+from lockstep.sampling import sampling_logprobs
 from lockstep.testing import tiny_llama
 from lockstep.train.logprobs import probe_packing, token_logprobs
 from lockstep.types import Sampling, TrainItem
@@ -201,6 +202,29 @@ def test_entropy_is_that_of_the_sampling_distribution_and_carries_no_gradient():
     expected = torch.tensor([float(-(p * p.log()).sum()), math.log(3)])
     torch.testing.assert_close(scored.entropy, expected, atol=1e-6, rtol=0)  # fp32 rounding of values near 1
     assert not scored.entropy.requires_grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 1024])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), Sampling(top_k=2), Sampling(top_p=0.7)])
+def test_the_entropys_gradient_is_that_of_the_plain_formula(sampling, chunk_tokens):
+    """With tokens that the sampling excludes: they have probability 0, log-probability -inf, and no part in it."""
+    logits = torch.tensor([[[2.0, 1.0, 0.0, -1.0], [0.3, 0.1, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
+    batch = one_batch([item([1], [0, 1])], "padded")
+    how = {"sampling": sampling, "chunk_tokens": chunk_tokens, "with_entropy": True, "entropy_gradient": True}
+    table = Table(logits)
+    scored = token_logprobs(table, batch, **how)
+    scored.entropy.sum().backward()
+    by_hand = logits[0, :2].clone().requires_grad_()
+    entropy = torch.zeros(())
+    for row in by_hand.unbind():
+        kept = torch.isfinite(sampling_logprobs(row.detach()[None], sampling)[0])
+        logprobs = torch.log_softmax(row[kept] / sampling.temperature, -1)
+        entropy = entropy - (logprobs.exp() * logprobs).sum()
+    entropy.backward()
+    torch.testing.assert_close(table.logits_BTV.grad[0, :2], by_hand.grad, atol=1e-6, rtol=0)
+    assert float(by_hand.grad.abs().max()) > 0.01
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(table, batch, **how).entropy, scored.entropy)
 
 
 class Largest(TorchDispatchMode):

@@ -139,12 +139,9 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
-        if not state:
-            master = parameter.detach().to(torch.float32, copy=True)
-            state |= {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-                "master": master,
-            }
+        if "master" not in state:
+            state["master"] = parameter.detach().to(torch.float32, copy=True)
+        if "step" not in state:
+            state |= {"step": torch.tensor(0.0)}
+            state |= {name: torch.zeros_like(state["master"]) for name in ("exp_avg", "exp_avg_sq")}
         return state
