@@ -166,6 +166,8 @@ class FakeLoraManager:
     def add_adapter(self, request: Any) -> None:
         lora = self._load_adapter(request)
         slots = self._adapter_manager.lora_index_to_id
+        if None not in slots:  # as vLLM's cache does: the adapter that was loaded first goes
+            self._clear(slots.index(min(slots)))
         slot = slots.index(None)
         slots[slot] = lora.lora_model_id
         for name, tensor in lora.tensors.items():

@@ -21,8 +21,9 @@ from lockstep.errors import (
     StaleWeights,
     TransportError,
 )
+from lockstep.rollout.http import EngineRefused
 from lockstep.rollout.vllm import VllmEngine
-from lockstep.rollout.vllm_client import Reply, read_answer
+from lockstep.rollout.vllm_client import Ask, HttpReplica, Reply, read_answer
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_gate import Gate
 from lockstep.rollout.vllm_guard import TOKEN_ENV, RequireToken
@@ -147,6 +148,22 @@ def test_aborted_samples_are_drawn_again():
     replica.aborts = 10**6
     with pytest.raises(StaleWeights, match="8 times"):
         generate(engine)
+
+
+def test_request_for_an_adapter_that_was_just_replaced_is_made_again(monkeypatch):
+    replica = HttpReplica("http://127.0.0.1:9", model="base")
+
+    def post(path, body, **limits):
+        raise EngineRefused("no such model", status=status, body="")
+
+    monkeypatch.setattr(replica.client, "post", post)
+    status = 404
+    assert replica.ask([Ask((1,), {}, "lockstep-1-x", "salt")])[0].finish == "abort"
+    for answer, model in ((404, None), (400, "lockstep-1-x")):
+        status = answer
+        with pytest.raises(EngineRefused):
+            replica.ask([Ask((1,), {}, model, "salt")])
+    replica.close()
 
 
 def test_reply_of_other_weights_is_never_a_sample():

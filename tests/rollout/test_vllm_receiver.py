@@ -155,13 +155,18 @@ def test_scaling_is_applied_once_however_often_vllm_loads_it(worker, receiver):
     assert torch.equal(slot, tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"] * 3.0)
 
 
-def test_two_adapters_are_kept_and_no_more(worker, receiver):
-    slots = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id
-    for version in (1, 2, 3, 4):
+def test_adapters_that_requests_may_still_use_are_kept_and_no_more(worker, receiver):
+    manager, paths = worker.model_runner.lora_manager, []
+    for version in range(1, 7):
         tensors, config = adapter(seed=version)
         send(receiver, version, "adapter", tensors, config)
         serve(worker, receiver, name=f"lockstep-{version}-x", lora_id=version)
-        assert sorted(slot for slot in slots if slot) == list(range(max(1, version - 1), version + 1))
+        paths.append(list(receiver._adapters._staged)[-1])
+    assert list(receiver._adapters._staged) == paths[-4:]
+    old = SimpleNamespace(lora_name="lockstep-3-x", lora_int_id=3, lora_path=paths[2])
+    assert manager._load_adapter(old).lora_model_id == 3
+    with pytest.raises(TransportError, match="not held any more"):
+        manager._load_adapter(SimpleNamespace(lora_name="lockstep-1-x", lora_int_id=1, lora_path=paths[0]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from lockstep.errors import EngineDied, EngineUnhealthy, TransportError
-from lockstep.rollout.http import HttpClient
+from lockstep.rollout.http import EngineRefused, HttpClient
 
 HEALTH_S = 5.0
 ADAPTER_PREFIX = "lockstep-"
@@ -53,7 +53,7 @@ class Replica(Protocol):
         ...
 
     def ask(self, asks: Sequence[Ask]) -> list[Reply]:
-        """Draw all of them. Calls may come from several threads."""
+        """Draw all of them; one for an adapter that is not known any more is answered as aborted. Threads may call this."""
         ...
 
     def pause(self, *, abort: bool) -> None:
@@ -164,7 +164,12 @@ class HttpReplica:
             "model": ask.model or self.model,
             "cache_salt": ask.salt,
         }
-        answer = self.client.post("/inference/v1/generate", body, timeout_s=self._timeout_s)
+        try:
+            answer = self.client.post("/inference/v1/generate", body, timeout_s=self._timeout_s)
+        except EngineRefused as error:
+            if error.status != 404 or ask.model is None:
+                raise
+            return Reply((), (), "abort", ())  # the adapter was replaced since this was asked for: ask for the new one
         (choice,) = answer["choices"]
         ids = tuple(choice["token_ids"] or ())
         content = (choice["logprobs"] or {}).get("content") or []

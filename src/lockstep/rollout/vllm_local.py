@@ -58,8 +58,9 @@ class LocalReplica:
         return read_answer(answer)
 
     def ask(self, asks: Sequence[Ask]) -> list[Reply]:
-        if not asks:
-            return []
+        known = [ask for ask in asks if ask.model is None or ask.model in self._adapters]
+        if len(known) < len(asks) or not asks:
+            return [Reply((), (), "abort", ()) for _ in asks]
         with self._turn:
             outputs = self._llm.generate(
                 [TokensPrompt(prompt_token_ids=list(ask.prompt_ids), cache_salt=ask.salt) for ask in asks],

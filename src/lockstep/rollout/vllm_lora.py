@@ -21,8 +21,9 @@ from lockstep.transport.base import Ledger, digest_of, tensor_line
 from lockstep.types import Bucket, Manifest
 
 PREFIX = "lockstep:"
-_KEPT = 2
-"""Staged adapters that are kept: what is served, and what was served before, which requests may still be using."""
+_KEPT = 4
+"""Staged adapters that are kept: what is served, and the ones before, which requests may still be using. vLLM's engine ends
+when it cannot load the adapter of a running request, so a completion may see this many commits less one."""
 _PEFT_PREFIX = "base_model.model."
 _UNSERVED_MODULES = ("lm_head", "embed_tokens")
 
