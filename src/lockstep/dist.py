@@ -63,6 +63,8 @@ class World:
     """The phase announced last."""
     is_exporting: bool = False
     """A weight stream is open here. Another one inside it would meet ranks that are not in the consumer's loop."""
+    is_torn: bool = False
+    """This rank failed inside an exchange of tensors and left it half done: it cannot take part in anything, and has to end."""
 
     @property
     def is_main(self) -> bool:
@@ -154,23 +156,34 @@ def agree(
     is named in `RankMissing`, with the phase it announced last. Cost on the happy path: one store write and one
     all-gather of 32 bytes per rank, a quarter of a millisecond between two processes of one machine.
     """
-    if world.size == 1:
-        return
-    limit = world.agree_timeout_s if timeout_s is None else timeout_s
+    if world.size > 1:
+        limit = world.agree_timeout_s if timeout_s is None else timeout_s
+        _agree(world, phase=phase, fingerprint=fingerprint, describe=lambda: ["", *describe()], timeout_s=limit)
+
+
+def _agree(
+    world: World, *, phase: str, fingerprint: str, describe: Callable[[], Sequence[str]], timeout_s: float
+) -> None:
+    """`agree` for several ranks. The first line of `describe()` goes behind the name of the agreement."""
     world.num_agreements += 1
     announce(world, phase)
     mine = hashlib.sha256(f"{world.num_agreements}\n{phase}\n{fingerprint}".encode()).digest()
-    every = gather_bytes(world, mine, phase=phase, timeout_s=limit)
+    every = gather_bytes(world, mine, phase=phase, timeout_s=timeout_s)
     if all(other == mine for other in every):
         return
-    lines = [f"agreement {world.num_agreements}: {phase}", *describe()]
-    raise RanksDisagree(_first_difference(exchange_lines(world, lines, phase=phase, timeout_s=limit), phase))
+    more, *lines = describe()
+    lines = [f"agreement {world.num_agreements}: {phase}{more}", *lines]
+    raise RanksDisagree(_first_difference(exchange_lines(world, lines, phase=phase, timeout_s=timeout_s), phase))
 
 
 def gather_bytes(world: World, message: bytes, *, phase: str, timeout_s: float) -> list[bytes]:
-    """Collective. Every rank's message (of equal length) on every rank. Raises `RankMissing`."""
+    """Collective. Every rank's message (of equal length) on every rank. Raises `RankMissing`; on a torn rank, `LockstepError`."""
     if world.size == 1:
         return [message]
+    if world.is_torn:
+        raise LockstepError(
+            f"rank {world.rank} came to {phase!r} after it had failed inside an exchange of tensors; it has to end with that error"
+        )
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     out = [torch.empty_like(mine) for _ in range(world.size)]
     with _naming_who_is_missing(world, phase, timeout_s):
@@ -350,10 +363,18 @@ def any_rank(flag: bool, world: World) -> bool:
 
 
 def gather_texts(world: World, text: str, *, phase: str) -> list[str]:
-    """Collective. One string of every rank, on every rank, in rank order. Waits `world.timeout_s`: ranks come from unequal work."""
+    """Collective. One string of every rank, on every rank, in rank order. Waits `world.timeout_s`: ranks come from unequal work.
+
+    An agreement comes first: a rank that is here because of a failure while the others are elsewhere ends all with
+    `RanksDisagree`, which quotes what it wanted to say. Without it, messages of unequal length would meet.
+    """
     if world.size == 1:
         return [text]
-    announce(world, phase)
+
+    def describe() -> list[str]:
+        return [f", where it says {text!r}" if text else ""]
+
+    _agree(world, phase=phase, fingerprint="texts", describe=describe, timeout_s=world.timeout_s)
     parts = exchange_lines(world, text.split("\n"), phase=phase, timeout_s=world.timeout_s)
     return ["\n".join(part) for part in parts]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from lockstep import dist
 from lockstep.dist import World
-from lockstep.errors import EngineDied, EngineUnhealthy, LockstepError, StaleWeights
+from lockstep.errors import EngineDied, EngineUnhealthy, LockstepError, RankMissing, RanksDisagree, StaleWeights
 from lockstep.export.stream import export_weights
 from lockstep.export.what import Export
 from lockstep.rollout.base import Engine, SharedEngine
@@ -40,6 +41,8 @@ class _Update:
     pushed: Pushed | None
     samples: list[Sample] | None
     """The engine's answer to the canary's probe."""
+    seconds: dict[str, float]
+    """`sync/push_seconds`: export, transport and commit; `canary/generate_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Synced:
 
     pushed: Pushed
     metrics: dict[str, float] = field(default_factory=dict)
-    """The canary's, where it looked."""
+    """This rank's seconds, and the canary's numbers where it looked."""
 
 
 class Serving:
@@ -73,24 +76,27 @@ class Serving:
         self._canary, self._canary_every = canary, canary_every
         self._connect = connect
         self._version: int | None = None
+        self._digest: str | None = None
+        """Version and digest (on a rank that pushes) of the sync that was proven last; None while there is none."""
         self._num_syncs = 0
 
     def sync(self, version: int) -> Synced:
         """Collective. Have the engine serve the trainer's present weights as `version`, as one transaction, and prove it.
 
         Raises `CanaryFailed` if the engine serves something else, `TransportError` if the update does not arrive whole (it then
-        serves the old version, or nothing).
+        serves the old version, or nothing). After a sync that failed nothing is sampled until one has worked.
         """
         looks = self._canary is not None and self._num_syncs % self._canary_every == 0
+        self._version = self._digest = None
         update = self._through_crashes(lambda: self._update(version, looks=looks), "sync", version=None)
-        self._version = version
-        self._num_syncs += 1
         pushed = self._told(update.pushed)
-        metrics: dict[str, float] = {}
+        metrics = update.seconds
         if self._canary is not None:
             if looks:
-                metrics = self._canary.check(update.samples, version=version).metrics
+                metrics |= self._canary.check(update.samples, version=version).metrics
             self._canary.remember(version)
+        self._version, self._digest = version, pushed.digest
+        self._num_syncs += 1
         return Synced(pushed, metrics)
 
     def generate(
@@ -98,8 +104,12 @@ class Serving:
     ) -> list[Sample]:
         """Collective. This rank's samples (none for no prompts), all of the version that was last synced.
 
-        Raises `StaleWeights` for samples of another version; one rank's failure is every rank's.
+        Raises `StaleWeights` for samples of another version, and after a sync that failed; one rank's failure is every rank's.
         """
+        if self._version is None:
+            raise StaleWeights(
+                "no version is known to be served: the last sync did not succeed, or there was none. Sync first, then generate"
+            )
 
         def sample() -> list[Sample]:
             if not prompts:
@@ -127,17 +137,20 @@ class Serving:
         pushes = self._world.is_main or not self.engine.is_shared
         to = 0 if self.engine.is_shared else "all"
         pushed: Pushed | None = None
+        began = time.perf_counter()
         with export_weights(self._sharded, self._export, bucket_bytes=self._bucket_bytes, to=to) as stream:
             if pushes:
                 pushed = push(stream, self.engine, stream.manifest(version))
             else:
                 deque(stream, maxlen=0)  # nothing comes here, and this rank takes part
+        seconds = {"sync/push_seconds": time.perf_counter() - began}
         if not (pushes and looks):
-            return _Update(pushed, None)
+            return _Update(pushed, None, seconds)
         assert self._canary is not None
         probe = self._canary.probe_request()
         answer = self.engine.generate(probe.prompts, probe.sampling, num_samples=probe.num_samples, draw=probe.draw)
-        return _Update(pushed, answer)
+        asked = time.perf_counter() - began - seconds["sync/push_seconds"]
+        return _Update(pushed, answer, seconds | {"canary/generate_seconds": asked})
 
     def _told(self, pushed: Pushed | None) -> Pushed:
         """Collective. What rank 0 pushed, on every rank; the others' handles learn the version."""
@@ -161,24 +174,42 @@ class Serving:
                 return cast(T, announced)
             self._revive(failure)
             if version is not None:
-                self._through_crashes(lambda: self._update(version, looks=False), "sync", version=None)
+                self._through_crashes(lambda: self._resend(version), "sync", version=None)
                 self._saw(version)
+
+    def _resend(self, version: int) -> None:
+        """Collective. The proven version once more, for an engine that has lost it; refused where the trainer has moved on since."""
+        pushed = self._update(version, looks=False).pushed
+        if pushed is not None and pushed.digest != self._digest:
+            digest, self._version = self._digest, None
+            raise StaleWeights(
+                f"the engine was started again and needs version {version}, but the trainer's weights are no longer those (digest "
+                f"{pushed.digest[:12]}, {str(digest)[:12]} when they were synced); sync after an update, before the next generate"
+            )
 
     def _saw(self, version: int) -> None:
         if self.engine.is_shared and not self._world.is_main:
             cast(SharedEngine, self.engine).saw(version)
 
     def _attempt(self, work: Callable[[], T], phase: str) -> tuple[T | None, str | None]:
-        """Collective. The result; or, on every rank, what an engine failed with. Any other error ends all ranks."""
+        """Collective. The result; or, on every rank, what an engine failed with. Any other error ends all ranks.
+
+        Nobody is asked how it went where the ranks are known to be out of step, or one to be missing: it would not answer.
+        """
         result, error = None, None
         dist.announce(self._world, phase)
         try:
             result = work()
         except Exception as raised:
             error = raised
+        if error is not None and (self._world.is_torn or isinstance(error, RankMissing | RanksDisagree)):
+            raise error
         is_engine = isinstance(error, EngineDied | EngineUnhealthy)
         told = "" if error is None else f"{'engine' if is_engine else 'other'} {type(error).__name__}: {error}"
-        said = dist.gather_texts(self._world, told, phase=phase)
+        try:
+            said = dist.gather_texts(self._world, told, phase=phase)
+        except RanksDisagree as apart:  # the others are not here yet, and have been told why this rank is
+            raise apart if error is None else error
         engines = [text.removeprefix("engine ") for text in said if text.startswith("engine ")]
         if engines and (self.engine.is_shared or error is None):
             return None, engines[0]

@@ -41,15 +41,24 @@ def run_ranks(
 
 
 def collect_ranks(
-    num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90.0, agree_timeout_s: float = 20.0
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 90.0,
+    agree_timeout_s: float = 20.0,
+    world_timeout_s: float = 60.0,
 ) -> list[tuple[bool, Any]]:
-    """Like `run_ranks`, but gives (True, value) or (False, traceback text) for each rank, for tests in which ranks fail."""
+    """Like `run_ranks`, but gives (True, value) or (False, traceback text) for each rank, for tests in which ranks fail.
+
+    `world_timeout_s`: the world's own limit, and that of its process groups.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        common = (str(Path(folder) / "store"), num_ranks, agree_timeout_s, fn, args, results, environment)
+        limits = DistConfig(timeout_s=world_timeout_s, agree_timeout_s=agree_timeout_s)
+        common = (str(Path(folder) / "store"), num_ranks, limits, fn, args, results, environment)
         ranks = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(num_ranks)]
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -91,7 +100,7 @@ def _rank_main(
     rank: int,
     store: str,
     size: int,
-    agree_timeout_s: float,
+    limits: DistConfig,
     fn: Any,
     args: Any,
     results: Any,
@@ -103,7 +112,7 @@ def _rank_main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCKSTEP_STORE=store)
     torch.set_num_threads(1)
     try:
-        world = ldist.start("cpu", DistConfig(timeout_s=60, agree_timeout_s=agree_timeout_s))
+        world = ldist.start("cpu", limits)
         value = fn(world, *args)
         results.put((rank, True, value))
     except BaseException:

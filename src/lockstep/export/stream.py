@@ -79,8 +79,12 @@ class WeightStream:
             fingerprint=f"{self.plan.fingerprint} to {self._to}",
             describe=lambda: [f"to {self._to}", *self.plan.lines()],
         )
-        self._sharded.settle()
         self._is_open = world.is_exporting = True
+        try:
+            self._sharded.settle()
+        except BaseException as error:  # the others are in the exchanges already: take part, and tell them
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -95,6 +99,7 @@ class WeightStream:
         The latter cannot take part any more: it leaves at once, and the others are told when its connection closes.
         """
         self._is_open = self._sharded.world.is_exporting = False
+        self._sharded.world.is_torn |= self._courier.is_torn
         if isinstance(error, RankMissing) or self._courier.is_torn:
             return
         for arrived in self._arrivals:
