@@ -64,7 +64,7 @@ def test_samples_are_ordered_and_the_same_on_any_number_of_replicas():
     samples = generate(one)
     assert [(sample.slot, sample.index) for sample in samples] == [(s, i) for s in range(3) for i in range(2)]
     assert samples == generate(two) and {sample.policy_version for sample in samples} == {0}
-    assert len({sample.ids for sample in samples}) > 1 and samples[0].text == " ".join(map(str, samples[0].ids))
+    assert len({sample.ids for sample in samples[:2]}) == 2 and samples[0].text == " ".join(map(str, samples[0].ids))
 
 
 @pytest.mark.parametrize(("on_update", "word"), [("drain", "wait"), ("pause", "abort")])
@@ -73,6 +73,33 @@ def test_weights_are_overwritten_while_vllm_is_paused(on_update, word):
     send(engine, 5)
     assert replica.log == [word, "label lockstep:torn", "reset", "label lockstep:5", "resume"]
     assert engine.policy_version == 5 and {sample.policy_version for sample in generate(engine)} == {5}
+
+
+def test_draining_lets_a_call_end_before_weights_are_touched():
+    asked, leave = threading.Event(), threading.Event()
+
+    class Slow(FakeReplica):
+        def ask(self, asks):
+            asked.set()
+            if len(asks) > 1:
+                assert leave.wait(20)
+                self.log.append("drawn")
+            return super().ask(asks)
+
+    engine, samples = engine_of(replica := Slow()), []
+    generating = threading.Thread(target=lambda: samples.extend(generate(engine)))
+    asked.clear()
+    generating.start()
+    asked.wait(20)
+    pushing = threading.Thread(target=send, args=(engine, 5))
+    pushing.start()
+    pushing.join(0.3)
+    assert pushing.is_alive() and not replica.log
+    leave.set()
+    pushing.join(20)
+    generating.join(20)
+    assert replica.log[:2] == ["drawn", "wait"] and {sample.policy_version for sample in samples} == {0}
+    assert engine.policy_version == 5
 
 
 def test_adapter_gets_a_new_name_and_the_old_one_goes_after_the_commit():
@@ -405,7 +432,7 @@ def test_command_says_everything_that_matters(tmp_path, monkeypatch):
 
 def test_open_port_needs_a_token_and_a_folder_a_model(tmp_path):
     python = a_python(tmp_path)
-    with pytest.raises(ConfigError, match="token"):
+    with pytest.raises(ConfigError, match="token_env"):
         OwnedServer(VllmServer(python=python, model=tmp_path, log_path=tmp_path / "log", host="0.0.0.0"))
     with pytest.raises(ConfigError, match=r"config\.json"):
         OwnedServer(VllmServer(python=python, model=tmp_path, log_path=tmp_path / "log"))
