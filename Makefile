@@ -18,7 +18,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-matrix test-versions test-vllm check lint types env vllm-env bench bench-export bench-parity bench-sync clean
+.PHONY: help demo test test-matrix test-versions test-vllm test-faults check lint types env vllm-env bench bench-export bench-parity bench-sync clean
 
 help:
 	@echo "make demo    install, then train a real model by GRPO on 2 ranks (about 8 minutes after the install)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-matrix   every cell of the export matrix on 1, 2 and 4 ranks (about half an hour)"
 	@echo "make vllm-env  a vLLM for CPUs in an environment of its own (2.5 GB, about 4 minutes)"
 	@echo "make test-vllm the tests that start a real vLLM (about 10 minutes)"
+	@echo "make test-faults  2,000 random weight updates with faults, and every way to lose a rank (about half an hour)"
 	@echo "make check   format, lint, types and tests: what CI runs"
 	@echo "make bench   speed of the embedded engine against model.generate"
 	@echo "make bench-export   time, memory and bytes of weight exports against verl's (an environment of its own; an hour)"
@@ -106,6 +107,9 @@ $(VLLM_VENV)/.done: constraints.txt
 
 test-vllm: env vllm-env
 	LOCKSTEP_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/real_vllm
+
+test-faults: env
+	$(BIN)/python -m pytest -m faults tests/faults
 
 test-versions:
 	$(PYTHON) tests/versions.py $(VERSIONS_ARGS)

@@ -209,7 +209,9 @@ class Serving:
         try:
             said = dist.gather_texts(self._world, told, phase=phase)
         except RanksDisagree as apart:  # the others are not here yet, and have been told why this rank is
-            raise apart if error is None else error
+            if error is None:
+                raise
+            raise error from apart
         engines = [text.removeprefix("engine ") for text in said if text.startswith("engine ")]
         if engines and (self.engine.is_shared or error is None):
             return None, engines[0]

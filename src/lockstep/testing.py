@@ -52,8 +52,7 @@ def collect_ranks(
 
     `world_timeout_s`: the world's own limit, and that of its process groups.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -69,6 +68,13 @@ def collect_ranks(
         else:
             os.environ["OMP_NUM_THREADS"] = saved
         return _collect(ranks, results, timeout_s)
+
+
+def fork_server() -> Any:
+    """The multiprocessing context of ranks: whoever uses it first starts the server, so everybody takes it from here."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _collect(ranks: list[Any], results: Any, timeout_s: float) -> list[tuple[bool, Any]]:

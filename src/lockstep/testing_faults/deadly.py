@@ -114,7 +114,9 @@ def _judge(setup: Setup, fault: Fault, ended: dict[int, _Ended], version: int, s
     seen = {each.served for each in ended.values()} | ({served} if served else set())
     allowed = {"serves -1", "serves +0"} | (set() if setup.kind == "adapter" else {"refuses"})
     if not seen <= allowed:
-        raise HarnessError(f"the engine {seen}; after version {version + 1} was synced and {version + 2} was not: {allowed}")
+        raise HarnessError(
+            f"the engine {seen}; after version {version + 1} was synced and {version + 2} was not: {allowed}"
+        )
     errors = {rank: each.error for rank, each in ended.items()}
     return DeadlyRow(fault.name, fault.rank, errors, late, served or "/".join(sorted(seen)))
 

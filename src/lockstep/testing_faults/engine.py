@@ -16,12 +16,14 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from lockstep.errors import EngineDied, StaleWeights, TransportError
+from lockstep.model.load import find_model, load_whole
 from lockstep.rollout import hf_weights
 from lockstep.rollout.base import Abilities
 from lockstep.rollout.hf import HFEngine
+from lockstep.testing import fork_server
 from lockstep.testing_faults.inject import STALL_S, InjectedFault, Trap, WatchedControl
 from lockstep.testing_faults.plan import Fault
 from lockstep.transport.base import Inlet
@@ -48,7 +50,7 @@ class Numbers:
 
 def make_engine(folder: str) -> HFEngine:
     """The embedded engine on the harness's model, which no token ends."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_whole(find_model(folder), dtype=torch.float32, attention="sdpa", device=torch.device("cpu"))
     return HFEngine(model, tokenizer=Numbers(), eos_ids=(), device="cpu", cache_tokens=4096)
 
 
@@ -128,6 +130,7 @@ class _Desk(Inlet):
 def _engine_main(folder: str, transport: str, started: Connection) -> None:
     """The engine's process. `started`: where the handle goes; the other end closes when whoever started it ends."""
     torch.set_num_threads(1)
+    disable_progress_bar()
     engine = make_engine(folder)
     doomed = _Doomed(engine)
     check = hf_weights._check_digest
@@ -185,7 +188,7 @@ class EngineHost:
     def start(self, folder: str, transport: str) -> dict[str, Any]:
         """The handle of a new engine. Raises `EngineDied` where it does not come up."""
         mine, theirs = mp.Pipe()
-        process = mp.get_context("forkserver").Process(target=_engine_main, args=(folder, transport, theirs), daemon=True)
+        process = fork_server().Process(target=_engine_main, args=(folder, transport, theirs), daemon=True)
         process.start()
         theirs.close()
         self._children[cast(int, process.pid)] = process, mine
@@ -340,5 +343,3 @@ class RemoteEngine:
         if self._outlet is not None:
             self._outlet.close()
         self._control.close()
-
-

@@ -218,5 +218,3 @@ def _first_tensor(flat: torch.Tensor, layout: dict[str, Any]) -> torch.Tensor:
     """64 bytes that are surely a tensor's: every one of the harness's is longer."""
     start = layout["pieces"][0][3]
     return flat[start : start + 64]
-
-

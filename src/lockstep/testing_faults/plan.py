@@ -108,7 +108,9 @@ def fault_of(setup: Setup, seed: int, number: int) -> Fault:
         act, point = draw.choices(ENGINE_ACTS, weights=(4, 8, 4, 1))[0], draw.choice(OF_ENGINE)
         return Fault("engine", act, point, 0, at if point == "bucket" else 0, bits)
     act = draw.choice(("raise", "stall"))
-    point = draw.choice([each for each in (*EVERY_RANK, *PUSHING) if act == "stall" or each not in ("sending", "canary")])
+    point = draw.choice(
+        [each for each in (*EVERY_RANK, *PUSHING) if act == "stall" or each not in ("sending", "canary")]
+    )
     rank = pushing if point in PUSHING else draw.randrange(setup.num_ranks)
     return Fault("trainer", act, point, rank, at if point in ("bucket", "sending") else 0, bits)
 
@@ -125,5 +127,3 @@ def deadly_faults(setup: Setup) -> list[Fault]:
             acts = ["kill", "exit", "freeze"] + (["raise"] if point in ("sending", "canary") else [])
             found += [Fault("trainer", act, point, rank, at) for act in acts]
     return found
-
-

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from lockstep.config import LoraSection
+from lockstep.model.load import find_model, load_whole
 from lockstep.model.lora import inject_lora
 from lockstep.sharding.base import ShardedModel
 from lockstep.testing import tiny_llama
@@ -59,7 +59,7 @@ class Reference:
     """The model of any version, unsharded."""
 
     def __init__(self, folder: str):
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        base = load_whole(find_model(folder), dtype=torch.float32, attention="sdpa", device=torch.device("cpu"))
         self._model: Any = inject_lora(base, LORA, seed=0).eval()
         self._adapter = {name: value for name, value in self._model.named_parameters() if "lora_" in name}
         self._version: int | None = None

@@ -11,7 +11,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -49,6 +49,7 @@ class Row:
     """One scenario on one rank."""
 
     number: int
+    rank: int
     fault: str
     outcome: str
     error: str
@@ -143,7 +144,7 @@ class Session:
             self.clean_sync()
         else:
             self.check_serving()
-        return Row(number, fault.name, outcome, told, seconds, served)
+        return Row(number, self.world.rank, fault.name, outcome, told, seconds, served)
 
     def _check_refuses(self) -> None:
         """After a sync that failed nobody samples until the next one has worked."""
@@ -153,9 +154,7 @@ class Session:
             return
         raise HarnessError("after a sync that failed, generate gave samples")
 
-    def _check_named(
-        self, fault: Fault, error: Exception | None, seconds: float, outcome: str, fired: bool
-    ) -> None:
+    def _check_named(self, fault: Fault, error: Exception | None, seconds: float, outcome: str, fired: bool) -> None:
         said = f"rank {self.world.rank} came to {outcome!r} after {seconds:.2f} s with {error!r}"
         if not fired:
             raise HarnessError(f"the fault never struck; {said}")
@@ -169,7 +168,9 @@ class Session:
     def _check_distance(self, samples: list[Sample], version: int) -> None:
         found = self.reference.distance(samples, version)
         if found > TOLERANCE:
-            apart = {other: self.reference.distance(samples, other) for other in (version - 1, version + 1) if other >= 0}
+            apart = {
+                other: self.reference.distance(samples, other) for other in (version - 1, version + 1) if other >= 0
+            }
             raise HarnessError(
                 f"the engine says that it serves version {version}, and is {found:.1e} nats from it (allowed {TOLERANCE:g}; "
                 f"from others: {apart})"
