@@ -51,7 +51,7 @@ class RunConfig(Section):
     seed: NonNegativeInt = Field(
         default=0, description="seed of everything random: adapter init, data order, sampling, dropout"
     )
-    num_steps: PositiveInt = Field(default=100, description="optimizer steps to train")
+    num_steps: PositiveInt = Field(default=100, description="train steps: a rollout, an update and a sync each")
     max_train_seconds: PositiveFloat | None = Field(
         default=None,
         description="stop cleanly once the steps have taken this long (seconds; evaluation and checkpoints not counted); none: no limit",

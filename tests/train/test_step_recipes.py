@@ -66,6 +66,11 @@ def test_the_default_is_ppo_with_the_bounds_of_dapo_and_a_dual_clip_over_all_tok
         ({"loss": "gspo", "aggregation": "token_mean"}, "aggregation", "token_mean"),
         ({"loss": "gspo", "algorithm": "dr_grpo"}, "aggregation", "constant_length"),
         ({"loss": "gspo", "clip_low": 0.0}, "surrogate", GSPO(0.0, 4e-4)),
+        (
+            {"loss": "gspo", "algorithm": "reinforce_pp", "kl_in": "reward", "kl_coef": 0.1},
+            "surrogate",
+            GSPO(gradient="token"),
+        ),
         ({"loss": "cispo", "clip_high": 2}, "surrogate", CISPO(1.0, 2.0)),
         ({"clip_low": 0.1, "clip_high": 0.3, "clip_dual": 0}, "surrogate", Clip(0.1, 0.3)),
         ({"clip_high": 9, "clip_dual": 20}, "surrogate", Clip(0.2, 9.0, dual=20.0)),
@@ -154,7 +159,9 @@ def test_each_log_probability_plays_its_own_part():  # B97
         ratio, weight = math.exp(now - before), min(math.exp(before - engine[k]), 1.1)
         pg = -min(ratio * advantage, min(max(ratio, 0.85), 1.15) * advantage)
         by_hand += weight * pg + 0.3 * (math.exp(ours - now) - (ours - now) - 1)
-    assert float(sums.loss_sum.detach()) == pytest.approx(by_hand, abs=1e-6)  # advantages and the engine's values are fp32
+    assert float(sums.loss_sum.detach()) == pytest.approx(
+        by_hand, abs=1e-6
+    )  # advantages and the engine's values are fp32
 
 
 def test_a_part_of_a_sample_in_a_micro_batch_is_refused():

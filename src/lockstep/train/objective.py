@@ -133,11 +133,18 @@ def _surrogate(train: TrainConfig) -> Surrogate:
     usual = {"ppo": Clip(), "gspo": GSPO(), "cispo": CISPO()}[train.loss]
     low = usual.low if train.clip_low is None else train.clip_low
     high = usual.high if train.clip_high is None else train.clip_high
-    if not isinstance(usual, Clip):
-        return replace(usual, low=low, high=high)
+    if isinstance(usual, GSPO):
+        return GSPO(low, high, gradient="token" if _tokens_differ(train) else "sequence")
+    if isinstance(usual, CISPO):
+        return CISPO(low, high)
     if train.clip_dual is None:
         return Clip(low, high, dual=DUAL_CLIP if 1 + high < DUAL_CLIP else None)
     return Clip(low, high, dual=train.clip_dual or None)
+
+
+def _tokens_differ(train: TrainConfig) -> bool:
+    """Whether tokens of one sample have different advantages (`make_items`)."""
+    return train.algorithm == "reinforce_pp" and train.kl_in == "reward" and train.kl_coef > 0
 
 
 def _aggregation(train: TrainConfig) -> Aggregation:

@@ -91,7 +91,7 @@ class Actor:
 
     def update(self, items: Sequence[TrainItem], *, step: int) -> UpdateResult:
         """Collective. `epochs * mini_batches` optimizer steps on the items of all ranks, which may be split in any way; a
-        rank may bring none. Leaves the model in eval mode. Bit-reproducible for given items, seed and ranks.
+        rank may bring none. Leaves the model in eval mode. Bit-reproducible for given items, seed and ranks (shown on CPUs).
 
         The ratio compares with the policy before the first of these steps (with a single one: exactly 1). If no rank brings
         a completion token there is no gradient, and no step is taken: all ranks agree on it, since they compare the global
