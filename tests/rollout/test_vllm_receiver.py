@@ -134,12 +134,14 @@ def test_matrix_that_never_reaches_its_slot_is_missed(worker, receiver, part):
     assert receiver.describe()["version"] == 0
 
 
-def test_what_an_earlier_adapter_left_in_a_slot_is_seen(worker, receiver):
+@pytest.mark.parametrize("module", ["self_attn.o_proj", "self_attn.qkv_proj"])
+def test_what_an_earlier_adapter_left_in_a_slot_is_seen(worker, receiver, module):
+    """In a module that the new one has nothing for, and beyond the new one's rank."""
     tensors, config = adapter()
     send(receiver, 3, "adapter", tensors, config)
-    layer = worker.model_runner.lora_manager._adapter_manager.modules["model.layers.0.self_attn.o_proj"]
-    layer.lora_b_stacked[0][0, 0, 0, 0] = 1.0
-    with pytest.raises(TransportError, match="o_proj"):
+    layer = worker.model_runner.lora_manager._adapter_manager.modules[f"model.layers.0.{module}"]
+    layer.lora_b_stacked[0][0, 0, 0, 3] = 1.0
+    with pytest.raises(TransportError, match=module):
         serve(worker, receiver)
 
 
