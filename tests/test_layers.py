@@ -14,10 +14,11 @@ LAYERS = {
     "model": 2, "data": 2, "transport": 2, "observe.metrics": 2, "observe.timing": 2, "observe.samples": 2, "rundir": 2,
     "sharding": 3, "rollout": 3,
     "train": 4, "export": 4,
-    "verify": 5, "observe": 5, "checkpoint": 5, "checkpoint_parts": 5, "engines": 5, "serving": 5, "assemble": 5, "evaluate": 5, "plan_report": 5, "plan_text": 5,
+    "verify": 5, "observe": 5, "checkpoint": 5, "checkpoint_parts": 5, "engines": 5, "serving": 5,
+    "assemble": 5, "evaluate": 5, "plan_report": 5, "plan_text": 5,
     "loop": 6,
     "failures": 7, "supervise": 7, "launch": 7, "cli": 7, "cli_plan": 7, "__main__": 7,
-    "testing": 9, "testing_engines": 9, "testing_faults": 10, "testing_faults": 9,
+    "testing": 9, "testing_engines": 9, "testing_faults": 10,
 }  # fmt: skip
 
 # What a part may not import although its layer is lower or equal.

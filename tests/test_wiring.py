@@ -124,7 +124,9 @@ def test_the_best_way_to_ask_counts_before_training(monkeypatch):
     data = SimpleNamespace(held_out=held_out, correct=None, format=None)
     rates = {"plain": 0.2, "kind": 0.6, "odd": 0.1}
     monkeypatch.setattr(
-        evaluate, "evaluate", lambda generate, prompts, *, template, **how: EvalResult(rates[template], None, 1, template)
+        evaluate,
+        "evaluate",
+        lambda generate, prompts, *, template, **how: EvalResult(rates[template], None, 1, template),
     )
     best = score_held_out(None, data, all_templates=True)  # type: ignore[arg-type]
     assert best is not None and (best.template, best.accuracy) == ("kind", 0.6)

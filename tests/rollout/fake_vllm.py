@@ -249,7 +249,9 @@ class FakeVllm(FakeServer):
     def _unload_adapter(self, body: UnloadAdapter, query: Mapping[str, str]) -> Answer:
         if body.lora_name not in self.paths:
             return Answer({"error": {"message": f"The lora adapter '{body.lora_name}' cannot be found."}}, 404)
-        del self.paths[body.lora_name]  # of the front end only: requests under way go on, slots empty when they are needed
+        del self.paths[
+            body.lora_name
+        ]  # of the front end only: requests under way go on, slots empty when they are needed
         return Answer(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _rpc(self, body: Rpc, query: Mapping[str, str]) -> Answer:

@@ -195,7 +195,7 @@ def check_head(world, folder):
 
 
 def check_small_faults(world, folder):
-    """Far below the limit, and seen all the same, since enough tokens carry it: an update of a millionth of the usual size that did not arrive, and half of one."""
+    """Far below the limit, and seen, since enough tokens carry it: a millionth of a usual update that did not arrive, and half of one."""
     sharded = make_trainer(world, folder)
     engine, canary = make_engine(probe_model(), eos_ids=()), make_canary(sharded, num_samples=24)
     deliver(sharded, engine, 0)
