@@ -24,7 +24,6 @@ from lockstep.errors import (
     StaleWeights,
     TransportError,
 )
-from lockstep.rollout.http import EngineRefused
 from lockstep.rollout.vllm import VllmEngine
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_server import VllmServer
