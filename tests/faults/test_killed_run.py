@@ -51,7 +51,8 @@ def written(run: Path):
     return steps, load_file(run / "checkpoints" / f"step-{NUM_STEPS:06d}" / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.faults
+@pytest.mark.timeout(600)
 def test_a_run_killed_in_a_sync_is_resumed_and_equals_one_that_never_was(tmp_path):
     model = make_model_folder(tmp_path / "model")
     whole, broken = tmp_path / "whole", tmp_path / "broken"

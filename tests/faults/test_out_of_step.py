@@ -45,8 +45,8 @@ def check_out_of_step(world):
 
 def test_a_rank_that_failed_meets_one_that_goes_on():
     (left, took), (right, _) = run_ranks(2, check_out_of_step)
-    assert left == right
-    assert "rank 0 has 'agreement 1: export'" in left and "where it says 'other ValueError: out of disk" in left
+    for said in (left, right):
+        assert "rank 0 has 'agreement 1: export'" in said and "where it says 'other ValueError: out of disk" in said
     assert took < 5
 
 
@@ -103,6 +103,7 @@ def check_sabotage(world, folder):
         parameter.zero_()  # one torn tensor
     found(session.look)
     hf_weights._check_digest = lambda *_: None
+    session.serving._canary = None  # it would see the damage
     flip = Fault("bucket", "flip", "bucket", 0, 1, 3)
     found(lambda: session.run(0, flip))
     found(lambda: session.run(1, Fault("trainer", "stall", "begin", at=9)))

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from lockstep.errors import EngineDied, StaleWeights, TransportError
 from lockstep.model.load import find_model, load_whole
@@ -130,7 +129,6 @@ class _Desk(Inlet):
 def _engine_main(folder: str, transport: str, started: Connection) -> None:
     """The engine's process. `started`: where the handle goes; the other end closes when whoever started it ends."""
     torch.set_num_threads(1)
-    disable_progress_bar()
     engine = make_engine(folder)
     doomed = _Doomed(engine)
     check = hf_weights._check_digest
