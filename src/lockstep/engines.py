@@ -111,11 +111,11 @@ class _Shared:
         return largest_rank(Path(start)) if start else self.config.lora.rank
 
     @property
-    def transport(self) -> Literal["shm", "disk"]:
+    def transport(self) -> Literal["shm", "disk", "collective"]:
         asked = self.config.sync.transport
         if asked != "auto":
             return asked
-        return "shm" if all(_is_here(url) for url in self.config.engine.url) else "disk"
+        return "shm" if all(_is_here(url) for url in self.config.engine.url) else "collective"
 
 
 class _Vllm(_Shared):
@@ -134,6 +134,7 @@ class _Vllm(_Shared):
             on_update=engine.on_update,
             transport=self.transport,
             folder=self.folder / "updates",
+            host=self.config.sync.host,
             request_timeout_s=engine.request_timeout_s,
         )
 

@@ -348,9 +348,14 @@ class SyncConfig(Section):
         default="adapter",
         description="what travels to the engine after each step: the LoRA tensors, or merged weights; auto chooses, and says why",
     )
-    transport: Literal["auto", "shm", "disk"] = Field(
+    transport: Literal["auto", "shm", "disk", "collective"] = Field(
         default="auto",
-        description="how it travels to a server: the host's shared memory, or files that both see; auto: shm on one host",
+        description="how it travels to a server: the host's shared memory, files that both see, or a process group across hosts; "
+        "auto: shm on one host, else collective",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        description="address of the trainer's rank 0 that the server can reach, for transport collective across hosts",
     )
     bucket_mb: PositiveFloat = Field(default=64.0, description="size of one bucket (MiB); bounds the export's memory")
 
