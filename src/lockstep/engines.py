@@ -26,6 +26,7 @@ from lockstep.model.lora import largest_rank
 from lockstep.rollout.base import Engine, SharedEngine
 from lockstep.rollout.hf import HFEngine, resolve_eos_ids
 from lockstep.rollout.sglang import SglangEngine
+from lockstep.rollout.sglang_api import check_distribution
 from lockstep.rollout.sglang_server import SglangServer
 from lockstep.rollout.vllm import VllmEngine
 from lockstep.rollout.vllm_fleet import Fleet
@@ -167,6 +168,13 @@ class _Sglang(_Shared):
             raise ConfigError(
                 "rollout.engine sglang takes one server; set engine.replicas to 1 (or give one engine.url)"
             )
+        if engine.on_update == "pause":
+            raise ConfigError("engine.on_update pause is vLLM's; with rollout.engine sglang leave it at drain")
+        if self.config.sync.transport not in ("auto", "disk"):
+            raise ConfigError(
+                "rollout.engine sglang reads updates from files: leave sync.transport at auto, or say disk"
+            )
+        check_distribution(make_sampling(self.config, self.eos_ids))
         max_len = getattr(self.files.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if engine.url:
             return SglangEngine.connect(
