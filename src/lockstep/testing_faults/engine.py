@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -244,6 +245,8 @@ class RemoteEngine:
         self._timeout_s, self._trap, self._desk, self._folder = timeout_s, trap, desk, folder
         self._max_restarts = max_restarts
         self.num_restarts = 0
+        self.starting_s = 0.0
+        """Seconds that new engines took until they listened, all together."""
         self._updates = tempfile.TemporaryDirectory(prefix="lockstep-faults-")
         self._connect(handle)
 
@@ -268,7 +271,10 @@ class RemoteEngine:
         self.num_restarts += 1
         self._disconnect()
         transport, pid = self._handle["transport"], self._handle["pid"]
-        self._connect(ask_for_engine(self._desk, self._folder, transport, replaces=pid))
+        began = time.monotonic()
+        handle = ask_for_engine(self._desk, self._folder, transport, replaces=pid)
+        self.starting_s += time.monotonic() - began
+        self._connect(handle)
 
     def close(self) -> None:
         self._disconnect()

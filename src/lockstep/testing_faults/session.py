@@ -55,7 +55,7 @@ class Row:
     error: str
     """What this rank ended with: the class and its first line; "" where it ended well."""
     seconds: float
-    """From the start of the sync to its end on this rank."""
+    """From the start of the sync to its end on this rank, without the time in which a new engine's process started."""
     served: str
     """What the engine did afterwards: serves its version, or refuses."""
 
@@ -124,7 +124,7 @@ class Session:
     def run(self, number: int, fault: Fault) -> Row:
         """One scenario: a new version, a sync that meets the fault, the checks, and a sync that must work."""
         self.next_version()
-        restarts = self._num_restarts()
+        restarts, starting_s = self._restarts()
         self._arm(fault)
         began, error = time.monotonic(), None
         try:
@@ -132,9 +132,11 @@ class Session:
         except (LockstepError, InjectedFault) as raised:
             error = raised
         seconds = time.monotonic() - began
-        fired = self._fired(fault, error, restarts)
+        restarted, started_s = self._restarts()
+        seconds -= started_s - starting_s
+        outcome = "refused" if error else "restarted" if restarted > restarts else "served"
+        fired = self._fired(fault, outcome)
         self.trap.arm(None)
-        outcome = "refused" if error else "restarted" if self._num_restarts() > restarts else "served"
         told = "" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0]}"
         self._check_named(fault, error, seconds, outcome, fired)
         served = self.look()
@@ -176,16 +178,18 @@ class Session:
                 f"from others: {apart})"
             )
 
-    def _fired(self, fault: Fault, error: Exception | None, restarts: int) -> bool:
+    def _fired(self, fault: Fault, outcome: str) -> bool:
         """Did the fault strike? Of the engine's own only what it led to is seen."""
         if fault.place != "engine":
             return self.trap.fired or fault.rank != self.world.rank
-        return fault.act == "late" or error is not None or self._num_restarts() > restarts
+        return fault.act == "late" or outcome != "served"
 
-    def _num_restarts(self) -> int:
-        """Of rank 0's engine, on every rank."""
-        count = getattr(self.serving.engine, "num_restarts", 0) if self.world.is_main else 0
-        return int(dist.sum_over_ranks([count], self.world)[0])
+    def _restarts(self) -> tuple[int, float]:
+        """How often rank 0's engine was started again, and how many seconds that took; on every rank."""
+        engine = self.serving.engine if self.world.is_main else None
+        counts = [getattr(engine, "num_restarts", 0), getattr(engine, "starting_s", 0.0)]
+        num, seconds = dist.sum_over_ranks(counts, self.world)
+        return int(num), seconds
 
     def _arm(self, fault: Fault) -> None:
         self.trap.arm(fault)
