@@ -12,12 +12,10 @@ AT_ONCE_S = 3.0
 ONE_LIMIT_S = GROUP_TIMEOUT_S + 1.5
 """A frozen rank is waited for once: for 4, 5 or 8 s, and nobody asks it a second time."""
 FEW = [
-    Fault("trainer", "kill", "plan", 1),
     Fault("trainer", "kill", "sending", 1, 1),
     Fault("trainer", "kill", "bucket", 0, 1),
     Fault("trainer", "kill", "committed", 0),
     Fault("trainer", "raise", "sending", 1, 1),
-    Fault("trainer", "raise", "canary", 1),
     Fault("trainer", "freeze", "sending", 1, 1),
 ]
 
