@@ -247,7 +247,7 @@ class RemoteEngine:
         self.num_restarts = 0
         self.starting_s = 0.0
         """Seconds that new engines took until they listened, all together."""
-        self._updates = tempfile.TemporaryDirectory(prefix="lockstep-faults-")
+        self._updates: tempfile.TemporaryDirectory[str] | None = None
         self._connect(handle)
 
     @property
@@ -278,7 +278,9 @@ class RemoteEngine:
 
     def close(self) -> None:
         self._disconnect()
-        self._updates.cleanup()
+        if self._updates is not None:
+            self._updates.cleanup()
+            self._updates = None
 
     def arm(self, fault: Fault | None) -> None:
         """Tell the engine's process how it will fail next."""
@@ -337,6 +339,7 @@ class RemoteEngine:
             case "shm":
                 outlet: Outlet = ShmOutlet(control, slot_bytes=_SLOT_BYTES)
             case "disk":
+                self._updates = self._updates or tempfile.TemporaryDirectory(prefix="lockstep-faults-")
                 outlet = DiskOutlet(control, self._updates.name)
             case _:
                 outlet = CollectiveOutlet(control, slot_bytes=_SLOT_BYTES, timeout_s=2 * self._timeout_s)
