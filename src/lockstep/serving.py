@@ -159,8 +159,7 @@ class Serving:
             return pushed
         text = json.dumps(asdict(pushed)) if pushed is not None else ""
         pushed = Pushed(**json.loads(dist.gather_texts(self._world, text, phase="what was pushed")[0]))
-        if not self._world.is_main:
-            cast(SharedEngine, self.engine).saw(pushed.version)
+        self._saw(pushed.version)
         return pushed
 
     def _through_crashes(self, work: Callable[[], T], phase: str, *, version: int | None) -> T:
@@ -188,8 +187,11 @@ class Serving:
             )
 
     def _saw(self, version: int) -> None:
-        if self.engine.is_shared and not self._world.is_main:
-            cast(SharedEngine, self.engine).saw(version)
+        """Collective. The handles of the ranks that did not push learn what is served."""
+        if self.engine.is_shared:
+            with dist.all_or_none(self._world, "hearing of an update"):
+                if not self._world.is_main:
+                    cast(SharedEngine, self.engine).saw(version)
 
     def _attempt(self, work: Callable[[], T], phase: str) -> tuple[T | None, str | None]:
         """Collective. The result; or, on every rank, what an engine failed with. Any other error ends all ranks.
