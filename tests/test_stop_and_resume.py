@@ -36,7 +36,7 @@ def steps(run: Path) -> list[dict[str, float]]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    clock = ("seconds.", "tokens_per_second.", "step_seconds")
+    clock = ("seconds.", "tokens_per_second.", "step_seconds", "canary/", "sync/")
     return [{name: value for name, value in entry.items() if not name.startswith(clock)} for entry in entries]
 
 

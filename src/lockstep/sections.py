@@ -208,7 +208,7 @@ class EngineConfig(Section):
     )
     python: str = Field(
         default="",
-        description="Python of the environment that the engine is installed in; empty: .venv-vllm/bin/python (make vllm-env)",
+        description="Python of the environment that the engine is installed in; empty: the one of `make vllm-env`",
     )
     replicas: PositiveInt = Field(default=1, description="servers to start; prompts are dealt out to them")
     host: str = Field(
