@@ -89,3 +89,15 @@ class SharedEngine(Engine, Protocol):
         Raises `EngineDied` once the limit of restarts is reached, and for an engine that somebody else started.
         """
         ...
+
+
+def check_prompts(prompts: Sequence[Prompt], sampling: Sampling, max_len: int | None) -> None:
+    """Raises `ValueError` for a prompt that is empty, or whose completion might not fit in `max_len` positions (None: any length)."""
+    for prompt in prompts:
+        if not prompt.ids:
+            raise ValueError(f"prompt {prompt.uid!r} has no tokens; a completion needs at least one to start from")
+        if max_len is not None and len(prompt.ids) + sampling.max_new_tokens > max_len:
+            raise ValueError(
+                f"prompt {prompt.uid!r} has {len(prompt.ids)} tokens and may get {sampling.max_new_tokens} new ones, but the "
+                f"model has {max_len} positions; shorten the prompt or lower rollout.max_new_tokens"
+            )

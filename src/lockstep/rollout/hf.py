@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.errors import LockstepError, ModelError, StaleWeights, TransportError
-from lockstep.rollout.base import Abilities, Engine
+from lockstep.rollout.base import Abilities, Engine, check_prompts
 from lockstep.rollout.hf_batch import Batch, Budget, plan_batches
 from lockstep.rollout.hf_decode import Completions, LastLogits, complete
 from lockstep.rollout.hf_names import checkpoint_tensors
@@ -126,7 +126,7 @@ class HFEngine(Engine):
         check_sampling(sampling)
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1; {num_samples} came")
-        self._check_prompts(prompts, sampling)
+        check_prompts(prompts, sampling, self._max_len)
         budget = Budget(
             cache_tokens=self._cache_tokens,
             max_new_tokens=sampling.max_new_tokens,
@@ -193,17 +193,6 @@ class HFEngine(Engine):
                 f"an adapter (version {manifest.version}) would be applied twice: the engine's base holds the merged "
                 f"weights of version {self._version}; keep to merged updates, or send the base with a full one first"
             )
-
-    def _check_prompts(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        for prompt in prompts:
-            if not prompt.ids:
-                raise ValueError(f"prompt {prompt.uid!r} has no tokens; a completion needs at least one to start from")
-            needed = len(prompt.ids) + sampling.max_new_tokens
-            if self._max_len is not None and needed > self._max_len:
-                raise ValueError(
-                    f"prompt {prompt.uid!r} has {len(prompt.ids)} tokens and may get {sampling.max_new_tokens} new "
-                    f"ones, but the model has {self._max_len} positions; shorten the prompt or lower rollout.max_new_tokens"
-                )
 
     def _run(self, batch: Batch, sampling: Sampling, draw: Draw, prompts: dict[int, Prompt]) -> list[Sample]:
         count = sampling.max_new_tokens

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EngineDied, EngineMismatch, EngineUnhealthy, StaleWeights, TransportError
-from lockstep.rollout.base import Abilities, SharedEngine
+from lockstep.rollout.base import Abilities, SharedEngine, check_prompts
 from lockstep.rollout.hf import Decoder
 from lockstep.rollout.http import EngineRefused, HttpClient
 from lockstep.rollout.process import EngineProcess
@@ -156,7 +156,7 @@ class SglangEngine(SharedEngine):
         check_distribution(sampling)
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1; {num_samples} came")
-        self._check_prompts(prompts, sampling)
+        check_prompts(prompts, sampling, self._max_len)
         rows = [(draw.first_slot + i, index) for i in range(len(prompts)) for index in range(num_samples)]
         if not rows:
             return []
@@ -267,17 +267,6 @@ class SglangEngine(SharedEngine):
         if self._update is None:
             raise TransportError(f"{call} came without a begin: no update is open; call begin with its manifest first")
         return self._update
-
-    def _check_prompts(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        for prompt in prompts:
-            if not prompt.ids:
-                raise ValueError(f"prompt {prompt.uid!r} has no tokens; a completion needs at least one to start from")
-            needed = len(prompt.ids) + sampling.max_new_tokens
-            if self._max_len is not None and needed > self._max_len:
-                raise ValueError(
-                    f"prompt {prompt.uid!r} has {len(prompt.ids)} tokens and may get {sampling.max_new_tokens} new "
-                    f"ones, but the model has {self._max_len} positions; shorten the prompt or lower rollout.max_new_tokens"
-                )
 
     @contextmanager
     def _serving(self) -> Iterator[tuple[int, str | None, str]]:

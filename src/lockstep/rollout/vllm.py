@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lockstep.errors import ConfigError, LockstepError, StaleWeights, TransportError
-from lockstep.rollout.base import Abilities, SharedEngine
+from lockstep.rollout.base import Abilities, SharedEngine, check_prompts
 from lockstep.rollout.vllm_client import ADAPTER_PREFIX, Ask, HttpReplica, RpcControl
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_gate import Gate
@@ -133,7 +133,7 @@ class VllmEngine(SharedEngine):
         check_for_vllm(sampling)
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1; {num_samples} came")
-        _check_prompts(prompts, sampling, min(served.max_model_len for served in self.fleet.served))
+        check_prompts(prompts, sampling, min(served.max_model_len for served in self.fleet.served))
         rows = [
             _Row(prompt, slot, index)
             for slot, prompt in enumerate(prompts, start=draw.first_slot)
@@ -318,14 +318,3 @@ class VllmEngine(SharedEngine):
                 log.info(
                     "%d tensors of the adapter could not be read back from vLLM, first %s", len(unread), unread[:3]
                 )
-
-
-def _check_prompts(prompts: Sequence[Prompt], sampling: Sampling, max_len: int) -> None:
-    for prompt in prompts:
-        if not prompt.ids:
-            raise ValueError(f"prompt {prompt.uid!r} has no tokens; a completion needs at least one to start from")
-        if len(prompt.ids) + sampling.max_new_tokens > max_len:
-            raise ValueError(
-                f"prompt {prompt.uid!r} has {len(prompt.ids)} tokens and may get {sampling.max_new_tokens} new ones, but "
-                f"the engine has {max_len} positions; shorten the prompt or lower rollout.max_new_tokens"
-            )
