@@ -134,7 +134,7 @@ def choose_export(config: Config, engine: Engine, sharded: ShardedModel) -> Expo
     abilities = engine.abilities
     mode = config.sync.mode
     if mode == "auto":
-        served = DTYPES.get(abilities.dtype, torch.float32)
+        served = getattr(torch, abilities.dtype)
         loss = None
         if "merged" in abilities.kinds:
             loss = measure_merge_loss(sharded, served=served, first_step_lr=config.train.lr)

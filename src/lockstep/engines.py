@@ -53,11 +53,16 @@ def start_engine(
     with all_or_none(world, "starting the engine"):
         if world.is_main:
             engine = make.start()
-    text = json.dumps(engine.handle()) if engine is not None and world.size > 1 else ""
-    handle = dist.gather_texts(world, text, phase="engine's handle")[0]
-    with all_or_none(world, "connecting to the engine"):
-        if engine is None:
-            engine = make.connect(json.loads(handle))
+    try:
+        text = json.dumps(engine.handle()) if engine is not None and world.size > 1 else ""
+        handle = dist.gather_texts(world, text, phase="engine's handle")[0]
+        with all_or_none(world, "connecting to the engine"):
+            if engine is None:
+                engine = make.connect(json.loads(handle))
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
     assert engine is not None
     return engine, make.connect
 
