@@ -29,6 +29,10 @@ def even_numbers(*, completions: Sequence[str], answers: Sequence[str]) -> list[
     return [sum(word.isdigit() and int(word) % 2 == 0 for word in each) / max(len(each), 1) for each in words]
 
 
+TIMES = ("seconds.", "tokens_per_second.", "step_seconds", "canary/", "sync/")
+"""How metrics begin in which equal runs may differ: clocks, and the canary's, which looks back at what a resumed run has not seen."""
+
+
 def recipe(model: str, run_dir: Path | str, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """A recipe as nested mappings; keyword arguments update its sections."""
     sums = {"task": "sums", "task_args": {"low": 1, "high": 9}}

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from helpers_loop import make_model_folder, recipe
+from helpers_loop import TIMES, make_model_folder, recipe
 from lockstep import loop, signals
 from lockstep.config import build_config
 from lockstep.dist import World
@@ -30,9 +30,6 @@ from lockstep.rollout import hf_decode
 from lockstep.rollout.hf import HFEngine
 from lockstep.sampling import sampling_logprobs
 from lockstep.testing import run_ranks
-
-# The canary compares with earlier versions, which a resumed run has not seen.
-TIMES = ("seconds.", "tokens_per_second.", "step_seconds", "canary/", "sync/")
 
 
 @pytest.fixture(scope="module")

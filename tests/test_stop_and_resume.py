@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from helpers_loop import make_model_folder, recipe
+from helpers_loop import TIMES, make_model_folder, recipe
 
 pytestmark = pytest.mark.timeout(300)  # four starts of two ranks, each importing torch and transformers
 
@@ -36,8 +36,7 @@ def steps(run: Path) -> list[dict[str, float]]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    clock = ("seconds.", "tokens_per_second.", "step_seconds", "canary/", "sync/")
-    return [{name: value for name, value in entry.items() if not name.startswith(clock)} for entry in entries]
+    return [{name: value for name, value in entry.items() if not name.startswith(TIMES)} for entry in entries]
 
 
 def strike(process: subprocess.Popen[str], *, after: int, number: signal.Signals) -> tuple[int, str]:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from helpers_loop import make_model_folder, recipe
+from helpers_loop import TIMES, make_model_folder, recipe
 from lockstep.config import build_config
 from lockstep.dist import World
 from lockstep.loop import train_in
 from lockstep.testing import run_ranks
 
-TIMES = ("seconds.", "tokens_per_second.", "step_seconds", "canary/", "sync/")
 MISMATCH = {
     "rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_probs_diff_std", "rollout_kl_k1", "rollout_kl_k3",
     "rollout_ratio_mean", "rollout_ratio_min", "rollout_ratio_max", "rollout_eff_sample_size", "token_mult_prob_error",
