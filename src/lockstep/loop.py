@@ -127,7 +127,7 @@ class Loop:
             draw = Draw(config.run.seed, self.step, first_slot=mine.start)
             num_samples = config.rollout.group_size
             samples = self.parts.serving.generate(prompts, self.parts.sampling, num_samples=num_samples, draw=draw)
-            phase.tokens = self.total(sum(len(sample.ids) for sample in samples))
+            phase.tokens = self.total(sum(sample.num_sampled for sample in samples))
         with self.observer.phase("reward"), dist.all_or_none(self.world, "reward"):
             return data.rewards.score(samples)
 

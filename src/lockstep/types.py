@@ -75,6 +75,14 @@ class Sample:
     """"stop": an EOS token ended it; "length": cut at max_new_tokens."""
     policy_version: int
     """Version of the weights that sampled it."""
+    loss_mask: tuple[bool, ...] | None = None
+    """One per id: did the policy sample it, or is it an observation that was put behind a turn? None: all sampled.
+    What `logprobs` holds for an observation means nothing."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Ids that the policy sampled."""
+        return len(self.ids) if self.loss_mask is None else sum(self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,14 @@ class TrainItem:
     """Items of one group share `prompt_ids`."""
     token_advantages: tuple[float, ...] | None = None
     """One per id, where tokens of a sample differ; None: each has `advantage`."""
+    loss_mask: tuple[bool, ...] | None = None
+    """One per id: is it trained on? The others (observations) are read by the model and count nowhere, whatever the
+    tuples above hold for them. None: all are trained on."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Ids that are trained on."""
+        return len(self.ids) if self.loss_mask is None else sum(self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)

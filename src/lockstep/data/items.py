@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from lockstep.config import TrainConfig
 from lockstep.data.advantages import WHITEN_EPS, advantages, uses_groups, zero_std_groups
+from lockstep.data.masks import sampled, spread
 from lockstep.dist import World, gather_texts, sum_over_ranks
 from lockstep.types import ScoredSample, TrainItem
 
@@ -32,6 +33,7 @@ class _Gathered:
     """With the sample's KL, where the recipe has it in the reward."""
     groups: list[int]
     lengths: list[int]
+    """Tokens that the policy sampled."""
     start: int
     """Where this rank's samples begin."""
 
@@ -46,10 +48,10 @@ def make_items(
     """Collective. Items for one update.
 
     Groups are found by slot, over all ranks: a group may be split, and what is normalised over the batch is normalised over
-    the global one. `token_rewards`: one per token of each sample (`Actor.kl_rewards`); their sum counts as the sample's,
-    but in reinforce_pp a token is credited with those that follow it. Leaves out groups without spread (`drop_zero_std`,
-    where samples are compared within groups) and completions cut at max_new_tokens (`mask_truncated`): a sample left out
-    still counts in its group's baseline.
+    the global one. `token_rewards`: one per id of each sample (`Actor.kl_rewards`); their sum counts as the sample's,
+    but in reinforce_pp a token is credited with those that follow it. What stands at observation tokens counts nowhere.
+    Leaves out groups without spread (`drop_zero_std`, where samples are compared within groups) and completions cut at
+    max_new_tokens (`mask_truncated`): a sample left out still counts in its group's baseline.
     """
     mine = _gather(scored, token_rewards, world)
     by_token: list[tuple[float, ...]] | None = None
@@ -67,6 +69,7 @@ def make_items(
             values[mine.start + index],
             item.sample.slot,
             None if by_token is None else by_token[index],
+            item.sample.loss_mask,
         )
         for index, item in enumerate(scored)
         if item.sample.slot not in flat and not (train.mask_truncated and item.sample.finish == "length")
@@ -76,9 +79,11 @@ def make_items(
 
 def _gather(scored: Sequence[ScoredSample], token_rewards: Sequence[Sequence[float]] | None, world: World) -> _Gathered:
     """Collective. JSON keeps a float64 to the last bit."""
-    extra = [0.0] * len(scored) if token_rewards is None else [math.fsum(each) for each in token_rewards]
+    extra = [0.0] * len(scored)
+    if token_rewards is not None:
+        extra = [math.fsum(each) for each in _of_sampled(scored, token_rewards)]
     rows = [
-        (item.reward, item.reward + more, item.sample.slot, len(item.sample.ids))
+        (item.reward, item.reward + more, item.sample.slot, item.sample.num_sampled)
         for item, more in zip(scored, extra, strict=True)
     ]
     parts = [json.loads(text) for text in gather_texts(world, json.dumps(rows), phase="advantages")]
@@ -96,14 +101,22 @@ def _whitened_returns(
     over all tokens of the batch with the unbiased variance."""
     returns = [
         [item.reward + later for later in reversed(list(accumulate(reversed(each))))]
-        for item, each in zip(scored, token_rewards, strict=True)
+        for item, each in zip(scored, _of_sampled(scored, token_rewards), strict=True)
     ]
     flat = [value for each in returns for value in each]
     total, count = sum_over_ranks([math.fsum(flat), len(flat)], world)
     mean = total / max(count, 1.0)
     (squares,) = sum_over_ranks([math.fsum((value - mean) ** 2 for value in flat)], world)
     scale = 1 / math.sqrt(squares / max(count - 1, 1.0) + WHITEN_EPS)
-    return [tuple((value - mean) * scale for value in each) for each in returns]
+    return [
+        spread([(value - mean) * scale for value in each], item.sample.loss_mask)
+        for item, each in zip(scored, returns, strict=True)
+    ]
+
+
+def _of_sampled(scored: Sequence[ScoredSample], token_rewards: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """Without the places of observation tokens."""
+    return [sampled(each, item.sample.loss_mask) for item, each in zip(scored, token_rewards, strict=True)]
 
 
 def _metrics(gathered: _Gathered, *, with_kl: bool) -> dict[str, float]:

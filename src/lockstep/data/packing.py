@@ -1,10 +1,11 @@
 """Train items in, micro-batches out: token tensors plus, for each completion token, which position predicts it.
 
-Nothing is ever inferred from a token's value (pad may equal EOS): lengths and indices say it all.
+Nothing is ever inferred from a token's value (pad may equal EOS): lengths, masks and indices say it all. An item's observation
+tokens (outside its `loss_mask`) are fed and attended to like any other, but nothing predicts them: they are not among the N.
 
 Glossary: *block* tokens that attend to each other only: one item, or a prompt with several of its completions ·
 *branch* a block's prompt (0) or one of its completions (1, 2, ..) · *row* one or several blocks behind each other.
-Shapes: B rows, T tokens of the longest row, N completion tokens.
+Shapes: B rows, T tokens of the longest row, N completion tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lockstep.data.masks import num_read, sampled
 from lockstep.errors import ModelError
 from lockstep.types import TrainItem
 
@@ -96,17 +98,17 @@ class MicroBatch:
 def pack(items: Sequence[TrainItem], *, mode: Packing, max_tokens: int, pad_id: int) -> list[MicroBatch]:
     """Lay items out in the fewest micro-batches of at most `max_tokens` tokens each, padding included. Deterministic.
 
-    A block longer than `max_tokens` gets a micro-batch of its own. Items without a completion are left out: they have
+    A block longer than `max_tokens` gets a micro-batch of its own. Items without a sampled token are left out: they have
     nothing to train on. The largest micro-batch comes first, so that a lack of memory shows at once.
 
     - padded: a row per item, whole sequences; the plain reference.
-    - packed: blocks behind each other. A completion's last token predicts nothing and is not fed.
+    - packed: blocks behind each other. A completion's last sampled token predicts nothing and is not fed, nor is what follows it.
     - shared_prefix: items of one group with equal prompts share one copy of the prompt; otherwise as packed. A group is
       split where the dense attention of one long block would cost more than computing the prompt again.
 
     Raises `ValueError` for an item with a completion but no prompt token: nothing would predict its first token.
     """
-    live = [index for index, item in enumerate(items) if item.ids]
+    live = [index for index, item in enumerate(items) if item.num_sampled]
     for index in live:
         if not items[index].prompt_ids:
             raise ValueError(
@@ -198,8 +200,9 @@ def _split_group(items: Sequence[TrainItem], group: list[int], mode: Packing, ma
 
 
 def _fed(item: TrainItem, mode: Packing) -> int:
-    """Completion tokens that go into the model: the last one predicts nothing, so only the plain layout feeds it."""
-    return len(item.ids) if mode == "padded" else len(item.ids) - 1
+    """Completion tokens that go into the model: the last sampled one predicts nothing, so only the plain layout feeds it."""
+    read = num_read(item.loss_mask, len(item.ids))
+    return read if mode == "padded" else read - 1
 
 
 def _fill_rows(blocks: Sequence[_Block], max_tokens: int) -> list[list[_Block]]:
@@ -274,17 +277,18 @@ def _build(items: Sequence[TrainItem], rows: Sequence[Sequence[_Block]], mode: P
         branch_ids=torch.tensor([row.branches for row in built]),
         items=order,
         predictors=torch.tensor([position for index in order for position in predictors[index]]),
-        targets=torch.tensor([token for index in order for token in items[index].ids]),
-        item_ids=torch.tensor([index for index in order for _ in items[index].ids]),
+        targets=torch.tensor([token for index in order for token in sampled(items[index].ids, items[index].loss_mask)]),
+        item_ids=torch.tensor([index for index in order for _ in range(items[index].num_sampled)]),
     )
 
 
 def _append_block(
     items: Sequence[TrainItem], block: _Block, mode: Packing, out: _Row, block_id: int
 ) -> list[tuple[int, list[int]]]:
-    """Write a block's tokens; returns, for each item, the columns that predict its tokens.
+    """Write a block's tokens; returns, for each item, the columns that predict its sampled tokens.
 
-    The prompt's last token predicts every completion's first one: prompt of 3, completion of 2 -> columns 2 and 3.
+    The prompt's last token predicts every completion's first one: prompt of 3, completion of 2 -> columns 2 and 3. The
+    mask is of the predicted tokens, not of the predicting ones (CASES B94).
     """
     prompt_ids = items[block.items[0]].prompt_ids
     last = out.extend(prompt_ids, start=0, block=block_id, branch=0) + len(prompt_ids) - 1
@@ -293,5 +297,6 @@ def _append_block(
         ids = items[index].ids
         fed = ids[: _fed(items[index], mode)]
         first = out.extend(fed, start=len(prompt_ids), block=block_id, branch=branch if mode == "shared_prefix" else 0)
-        predictors.append((index, [last, *range(first, first + len(ids) - 1)]))
+        before = [last, *range(first, first + len(ids) - 1)]
+        predictors.append((index, list(sampled(before, items[index].loss_mask))))
     return predictors

@@ -114,14 +114,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def reward_stats(scored: Sequence[ScoredSample], labels: Sequence[str]) -> dict[str, Stat]:
     """Sums and counts of one rank's samples, for `dist.sum_stats`: the same keys on every rank, also on one without samples.
 
-    `reward` and `reward.<label>` (`labels` names the reward functions), `completion_tokens` per sample, `truncated` (share
-    cut at max_new_tokens) and `empty` (share without any text).
+    `reward` and `reward.<label>` (`labels` names the reward functions), `completion_tokens` (sampled ones) per sample,
+    `truncated` (share cut at max_new_tokens) and `empty` (share without any text).
     """
     count = len(scored)
     columns = {
         "reward": [item.reward for item in scored],
         **{f"reward.{label}": [item.parts[label] for item in scored] for label in labels},
-        "completion_tokens": [len(item.sample.ids) for item in scored],
+        "completion_tokens": [item.sample.num_sampled for item in scored],
         "truncated": [item.sample.finish == "length" for item in scored],
         "empty": [not item.sample.text.strip() for item in scored],
     }

@@ -3,7 +3,7 @@
 ```
 with timer.phase("generate") as phase:
     samples = engine.generate(...)
-    phase.tokens = sum(len(sample.ids) for sample in samples)
+    phase.tokens = sum(sample.num_sampled for sample in samples)
 ```
 A profile speaks the same words: every phase is a `torch.profiler.record_function` range.
 """

@@ -20,7 +20,7 @@ from lockstep.dist import World, all_or_none, gather_texts, max_over_ranks, sum_
 from lockstep.types import TrainItem
 
 ByItem = dict[int, Tensor]
-"""[tokens of the item], by its place in what the update was given."""
+"""[sampled tokens of the item], by its place in what the update was given."""
 Parts = list[list[list[int]]]
 """Per epoch and mini-batch, places of this rank's items."""
 
@@ -41,7 +41,7 @@ class MiniBatch:
 
     def split(self, values_N: Tensor, batch: MicroBatch) -> ByItem:
         """[N] of a micro-batch, by item."""
-        parts = values_N.split([len(self.items[i].ids) for i in batch.items])
+        parts = values_N.split([self.items[i].num_sampled for i in batch.items])
         return {self.places[i]: part for i, part in zip(batch.items, parts, strict=True)}
 
     def join(self, values: ByItem | None, batch: MicroBatch) -> Tensor | None:
@@ -79,7 +79,7 @@ class Planner:
         epochs, num = self._train.epochs, self._train.mini_batches
         if num == 1:
             return [[list(range(len(items)))] for _ in range(epochs)]
-        mine = " ".join(str(group) for group in sorted({item.group for item in items if item.ids}))
+        mine = " ".join(str(group) for group in sorted({item.group for item in items if item.num_sampled}))
         texts = gather_texts(self._world, mine, phase="mini-batches")
         groups = [int(group) for text in texts for group in text.split()]
         dealt = deal(groups, epochs=epochs, mini_batches=num, seed=seed)
@@ -119,12 +119,12 @@ class Planner:
 
 
 def _places(items: Sequence[TrainItem], groups: set[int]) -> list[int]:
-    return [place for place, item in enumerate(items) if item.ids and item.group in groups]
+    return [place for place, item in enumerate(items) if item.num_sampled and item.group in groups]
 
 
 def _counts(items: Sequence[TrainItem]) -> tuple[int, int]:
     """Tokens in the loss, and samples that have any. Items left out by the caller do not count."""
-    return sum(len(item.ids) for item in items), sum(1 for item in items if item.ids)
+    return sum(item.num_sampled for item in items), sum(1 for item in items if item.num_sampled)
 
 
 def _check_lengths(items: Sequence[TrainItem]) -> None:
@@ -132,6 +132,8 @@ def _check_lengths(items: Sequence[TrainItem]) -> None:
         given = {"a rollout logprob": item.rollout_logprobs}
         if item.token_advantages is not None:
             given["an advantage"] = item.token_advantages
+        if item.loss_mask is not None:
+            given["a place in the loss mask"] = item.loss_mask
         for what, values in given.items():
             if len(values) != len(item.ids):
                 raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import TrainConfig
+from lockstep.data.masks import sampled
 from lockstep.data.packing import MicroBatch
 from lockstep.data.sequences import Sequences
 from lockstep.errors import LockstepError
@@ -108,7 +109,7 @@ class Objective:
 
 def sequences_of(batch: MicroBatch, items: Sequence[TrainItem]) -> Sequences:
     """Raises `LockstepError` if the micro-batch holds a part of a sample: a sample's ratio, mean or mask would be wrong."""
-    lengths = [len(items[i].ids) for i in batch.items]
+    lengths = [items[i].num_sampled for i in batch.items]
     if sum(lengths) != batch.num_tokens:
         raise LockstepError(
             f"a micro-batch has {batch.num_tokens} completion tokens of samples that have {sum(lengths)}; expected whole samples"
@@ -118,15 +119,18 @@ def sequences_of(batch: MicroBatch, items: Sequence[TrainItem]) -> Sequences:
 
 def rollout_logprobs(batch: MicroBatch, items: Sequence[TrainItem], *, like: Tensor) -> Tensor:
     """[N]: what the engine said of its samples."""
-    return per_token([items[i].rollout_logprobs for i in batch.items], like=like)
+    return per_token([sampled(items[i].rollout_logprobs, items[i].loss_mask) for i in batch.items], like=like)
 
 
 def per_token(values: Sequence[Sequence[float]], *, like: Tensor) -> Tensor:
+    """[N] from values of each item's sampled tokens (`masks.sampled`), in the order of `MicroBatch.items`."""
     return torch.tensor(list(chain.from_iterable(values)), dtype=torch.float32, device=like.device)
 
 
 def _advantages(item: TrainItem) -> Sequence[float]:
-    return [item.advantage] * len(item.ids) if item.token_advantages is None else item.token_advantages
+    if item.token_advantages is None:
+        return [item.advantage] * item.num_sampled
+    return sampled(item.token_advantages, item.loss_mask)
 
 
 def _surrogate(train: TrainConfig) -> Surrogate:

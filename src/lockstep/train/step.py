@@ -20,6 +20,7 @@ import torch
 from torch.profiler import record_function
 
 from lockstep.config import TrainConfig
+from lockstep.data.masks import spread
 from lockstep.data.packing import MicroBatch
 from lockstep.dist import World, data_phase, sum_stats
 from lockstep.errors import LockstepError
@@ -121,20 +122,24 @@ class Actor:
         return _result(done, mismatch_over_ranks(mismatch, self.world), lr, num_tokens)
 
     def kl_rewards(self, samples: Sequence[Sample]) -> list[tuple[float, ...]] | None:
-        """Collective. Token rewards -kl_coef * KL to the reference of this rank's samples; None where the recipe has none.
+        """Collective. Token rewards -kl_coef * KL to the reference of this rank's samples, one per id (0 at observations); None
+        where the recipe has none.
 
         One forward of the policy and one of the reference. The mean of them all is what the rewards lose per token.
         """
         if self._train.kl_in == "loss" or self._train.kl_coef == 0:
             return None
-        items = [TrainItem(each.prompt.ids, each.ids, each.logprobs, 0.0, each.slot) for each in samples]
+        items = [
+            TrainItem(each.prompt.ids, each.ids, each.logprobs, 0.0, each.slot, loss_mask=each.loss_mask)
+            for each in samples
+        ]
         (mini,) = self._planner.pack([[list(range(len(items)))]], items)
         with data_phase(self.world, "KL in the reward"):
             old, ref = (self._score_all([mini], policy=policy) for policy in ("current", "reference"))
         kind, coef = self._train.kl_kind, self._train.kl_coef
         assert kind in ("k1", "k2", "k3")
         return [
-            tuple(kl_reward(kind, old[i], ref[i], coef=coef).tolist()) if item.ids else ()
+            spread(kl_reward(kind, old[i], ref[i], coef=coef).tolist() if item.num_sampled else (), item.loss_mask)
             for i, item in enumerate(items)
         ]
 

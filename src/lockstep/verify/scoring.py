@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from lockstep.data.masks import sampled
 from lockstep.data.packing import MicroBatch, Packing, dummy_micro_batch, pack
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.skeleton import walk
@@ -30,7 +31,7 @@ class Scorer:
     def __init__(self, sharded: ShardedModel, items: Sequence[TrainItem], *, packing: Packing, pad_id: int):
         """Not collective. `items` may be empty on some ranks."""
         self._sharded = sharded
-        self._items = [item for item in items if item.ids]
+        self._items = [item for item in items if item.num_sampled]
         self._pad_id = pad_id
         most = sum(len(item.prompt_ids) + len(item.ids) for item in self._items) * max(len(self._items), 1)
         batches = pack(self._items, mode=packing, max_tokens=most, pad_id=pad_id) or [dummy_micro_batch(pad_id)]
@@ -39,7 +40,9 @@ class Scorer:
 
     def engine(self) -> Tensor:
         """[N] float64 on the CPU: the engine's own log-probabilities, in the order of `trainer`."""
-        return torch.tensor([p for item in self._items for p in item.rollout_logprobs], dtype=torch.float64)
+        return torch.tensor(
+            [p for item in self._items for p in sampled(item.rollout_logprobs, item.loss_mask)], dtype=torch.float64
+        )
 
     def trainer(self, sampling: Sampling, assuming: AbstractContextManager[None] | None = None) -> Tensor:
         """Collective. [N] float64 on the CPU: the tokens' log-probabilities under `sampling`, inside `assuming`."""
