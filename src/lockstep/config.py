@@ -26,25 +26,25 @@ from lockstep.sections import (
     DistConfig,
     EngineConfig,
     EvalConfig,
-    LoraSection,
     ModelConfig,
     ObserveConfig,
     PromptConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    Section,
     ShardingConfig,
     SyncConfig,
     TrainConfig,
-    is_section,
 )
+from lockstep.sections_base import LoraSection, Section, is_section
+from lockstep.sections_critic import CriticConfig
 from lockstep.yaml_text import read_yaml, write_yaml
 
 __all__ = [
     "CanaryConfig",
     "CheckpointConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "DataSource",
     "DistConfig",

@@ -6,44 +6,22 @@ A stage is handed its own section, never the whole tree. What reads a recipe int
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-def _number(value: Any) -> Any:
-    """Refuse what pydantic would turn into a number silently: true is not 1, and "5" is text."""
-    if isinstance(value, bool | str):
-        raise ValueError(f"expected a number; {value!r} came")
-    return value
-
-
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-PositiveInt = Annotated[Int, Field(ge=1)]
-NonNegativeInt = Annotated[Int, Field(ge=0)]
-PositiveFloat = Annotated[Float, Field(gt=0)]
-NonNegativeFloat = Annotated[Float, Field(ge=0)]
-Fraction = Annotated[Float, Field(gt=0, le=1)]
-BelowOne = Annotated[Float, Field(ge=0, lt=1)]
-
-
-def is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-class Section(BaseModel):
-    """One part of the recipe. One that is named but left empty (`train:` and nothing below it) has its defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_sections(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        sections = {name for name, info in cls.model_fields.items() if is_section(info.annotation)}
-        return {name: {} if value is None and name in sections else value for name, value in data.items()}
+from lockstep.sections_base import (
+    BelowOne,
+    Float,
+    Fraction,
+    LoraSection,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from lockstep.sections_critic import CriticConfig
 
 
 class RunConfig(Section):
@@ -82,23 +60,6 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False,
         description="less memory, more time: recompute activations in backward",
-    )
-
-
-class LoraSection(Section):
-    rank: PositiveInt = Field(default=16, description="rank r of the adapter")
-    alpha: PositiveFloat = Field(
-        default=32.0, description="scale numerator: the update is alpha/r * B @ A (alpha/sqrt(r) with use_rslora)"
-    )
-    dropout: BelowOne = Field(default=0.0, description="dropout on the adapter's input while training")
-    targets: str | tuple[str, ...] = Field(
-        default="all-linear",
-        description="all-linear (without the head), a regular expression, or a list of module name endings",
-    )
-    use_rslora: bool = Field(default=False, description="scale by alpha/sqrt(r)")
-    init_from: str = Field(
-        default="",
-        description="PEFT folder to start from; empty starts a new adapter (random A, zero B)",
     )
 
 
@@ -247,8 +208,8 @@ class CanaryConfig(Section):
 
 class TrainConfig(Section):
     algorithm: Literal[
-        "grpo", "grpo_batch_std", "dr_grpo", "rloo", "rloo_std", "reinforce_pp", "reinforce_pp_baseline"
-    ] = Field(default="grpo", description="how rewards become advantages")
+        "grpo", "grpo_batch_std", "dr_grpo", "rloo", "rloo_std", "reinforce_pp", "reinforce_pp_baseline", "gae"
+    ] = Field(default="grpo", description="how rewards become advantages; gae takes a critic's values (section critic)")
     loss: Literal["ppo", "gspo", "cispo"] = Field(
         default="ppo",
         description="ppo clips a token's ratio, gspo a sample's; cispo clips the weight and keeps every token's gradient",
@@ -411,6 +372,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     canary: CanaryConfig = CanaryConfig()
     train: TrainConfig = TrainConfig()
+    critic: CriticConfig | None = None
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -422,7 +384,8 @@ class Config(Section):
             raise ValueError(
                 "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
             )
-        if self.train.algorithm != "reinforce_pp" and self.rollout.group_size < 2:
+        _check_critic(self)
+        if self.train.algorithm not in ("reinforce_pp", "gae") and self.rollout.group_size < 2:
             raise ValueError(
                 f"rollout.group_size is 1: {self.train.algorithm} compares the samples of a group; use 2 or more"
             )
@@ -441,3 +404,26 @@ class Config(Section):
             if "{prompt}" not in text:
                 raise ValueError(f"{where} must contain {{prompt}}, which stands for the question; it is {text!r}")
         return self
+
+
+def _check_critic(config: Config) -> None:
+    critic, algorithm = config.critic, config.train.algorithm
+    if critic is None:
+        if algorithm == "gae":
+            raise ValueError(
+                "train.algorithm: gae needs a critic; give the section critic, as in `critic: {kind: model}`"
+            )
+        return
+    if algorithm != "gae":
+        raise ValueError(
+            f"a critic is given, and train.algorithm: {algorithm} has no use for one; use gae, or leave the section critic out"
+        )
+    if critic.warmup_steps >= config.run.num_steps:
+        raise ValueError(
+            f"critic.warmup_steps={critic.warmup_steps} leaves none of run.num_steps={config.run.num_steps} for the policy; use fewer"
+        )
+    if critic.mini_batches is not None and critic.mini_batches > config.rollout.prompts_per_step:
+        raise ValueError(
+            f"critic.mini_batches={critic.mini_batches} cannot share rollout.prompts_per_step={config.rollout.prompts_per_step} "
+            "prompts: a prompt's samples stay together; use at most as many"
+        )
