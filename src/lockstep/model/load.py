@@ -92,10 +92,14 @@ def build_empty(files: ModelFiles, *, dtype: torch.dtype, attention: str) -> Pre
     Buffers (rotary tables, masks) are computed by the model's own constructor on every rank, since the non-persistent ones
     are in no checkpoint (verl #6365, LlamaFactory PR #10820). The base's own dropout is off; lora.dropout is the adapter's.
     """
-    config = _without_noise(files.config)
+    return build_of(AutoModelForCausalLM, without_noise(files.config), files, dtype=dtype, attention=attention)
+
+
+def build_of(auto: Any, config: Any, files: ModelFiles, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """`build_empty` for another of transformers' auto classes, with a configuration made of the files'."""
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
     except (ValueError, ImportError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ModelError(f"{files.path}: cannot build the model: {type(error).__name__}: {error}") from error
     model.tie_weights()
@@ -119,7 +123,7 @@ def read_tensor(files: ModelFiles, name: str) -> torch.Tensor:
         return file.get_tensor(name)
 
 
-def _without_noise(config: Any) -> Any:
+def without_noise(config: Any) -> Any:
     """A copy whose model computes the same in training as in the engine.
 
     GPT-2 and OPT come with dropout 0.1: the trainer would score the engine's samples with other, random probabilities.

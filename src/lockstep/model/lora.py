@@ -20,6 +20,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lockstep.config import LoraSection
 from lockstep.errors import ModelError
@@ -58,6 +59,32 @@ def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int, files: 
         for name in (ADAPTER, REFERENCE):
             _load_adapter(peft_model, lora.init_from, name, files=files)
         _activate(peft_model, ADAPTER)
+    return peft_model
+
+
+def inject_value_lora(model: PreTrainedModel, lora: LoraSection, *, head: str, seed: int) -> PeftModel:
+    """The same for a value model: LoRA below its head, which is trained whole.
+
+    PEFT's own way (task type TOKEN_CLS) raises for all-linear (TypeError in 0.21), and without a task type it would put a LoRA on
+    the head and freeze the rest of it (CASES B14). So the targets are named one by one, and the head, which has no frozen
+    original to go back to, is simply trainable. Raises `ModelError` for targets that match nothing, or the head.
+    """
+    config = _make_config(lora, model)
+    layers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D) and name != head]
+    if lora.targets == "all-linear":
+        config.target_modules = set(layers)
+    elif not isinstance(lora.targets, str):
+        endings = lora.targets
+        names = [name for name, _ in model.named_modules()]
+        config.target_modules = {name for name in names for end in endings if f".{name}".endswith(f".{end}")}
+    if head in cast(set[str], config.target_modules):
+        raise ModelError(f"critic.lora.targets {lora.targets!r} match the value head {head!r}, which is trained whole")
+    config.task_type = None
+    base_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    peft_model = _inject(model, config)
+    _check_only_lora_is_new(peft_model, base_names)
+    _materialise(peft_model, ADAPTER, config, seed=seed)
+    getattr(model, head).requires_grad_(True)
     return peft_model
 
 

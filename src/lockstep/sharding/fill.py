@@ -8,6 +8,7 @@ transformers maps them; only where its conversion does not work tensor by tensor
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,12 @@ _COMPARED_AT_ONCE = 1 << 22
 
 
 def fill(
-    sharded: ShardedModel, source: ModelFiles | str | Path, *, attention: str = "sdpa", strict: bool = False
+    sharded: ShardedModel,
+    source: ModelFiles | str | Path,
+    *,
+    attention: str = "sdpa",
+    strict: bool = False,
+    keep: Collection[str] = (),
 ) -> None:
     """Collective. Give the base model its checkpoint's values, on every rank, before or after an adapter was put in.
 
@@ -46,6 +52,7 @@ def fill(
     missing, misshapen or of a dtype that cannot be cast, for an adapter without values, and where the files hold other values
     under each name of a tied tensor.
 
+    `keep`: plain names of base parameters that have their values already and are not looked for in the files (a new head).
     `RanksDisagree` when ranks have other plans, or files that are not the same: copies with other values, dtypes, sizes or
     layout (folders may differ). Compared are all headers, all bytes of small files and tensors, and 16 KiB of every large
     tensor (`model.contents`); what differs only in between is not seen, nor is another config.json.
@@ -59,7 +66,7 @@ def fill(
     with ExitStack() as opened, torch.no_grad():
         with all_or_none(world, "opening the checkpoint"):
             files = source if isinstance(source, ModelFiles) else find_weights(source)
-            reading = _plan_reading(sharded, files, opened, attention=attention)
+            reading = _plan_reading(sharded, files, opened, attention=attention, keep=keep)
             _tell(reading, world, strict=strict)
         agree(
             world, phase="fill", fingerprint="\n".join(reading.lines(sharded)), describe=lambda: reading.lines(sharded)
@@ -98,11 +105,13 @@ class _Reading:
         return [*sharded.plan.lines(), *read, *fixed, *self.contents]
 
 
-def _plan_reading(sharded: ShardedModel, files: ModelFiles, opened: ExitStack, *, attention: str) -> _Reading:
+def _plan_reading(
+    sharded: ShardedModel, files: ModelFiles, opened: ExitStack, *, attention: str, keep: Collection[str]
+) -> _Reading:
     """Raises `ModelError` for what is missing or does not fit, before anything is read."""
     base, copies = base_names(sharded.skeleton), saved_copies(sharded.skeleton)
     persistent = sharded.skeleton.state_dict().keys()
-    parameters = _parameters_to_read(sharded, base, copies)
+    parameters = [pair for pair in _parameters_to_read(sharded, base, copies) if not set(pair[1]) & set(keep)]
     buffers = [tensor for tensor in sharded.plan.buffers if tensor.name in persistent and tensor.name in base]
     every = [*parameters, *((tensor, [base[tensor.name]]) for tensor in buffers)]
     wanted = {
