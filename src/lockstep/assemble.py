@@ -166,7 +166,7 @@ def make_canary(
         cast(Any, sharded.skeleton).config.get_text_config(decoder=True), "max_position_embeddings", None
     )
     how_long = {} if engine.abilities.keeps_prefixes else {"length": SHORT_PROBE}
-    return Canary(
+    made = Canary(
         sharded,
         sampling=sampling,
         world=world,
@@ -184,6 +184,8 @@ def make_canary(
         num_tokens=canary.num_tokens,
         tolerance=canary.tolerance,
     )
+    made.remember(0)  # before a checkpoint is loaded: what an engine serves that no update of a resumed run reaches
+    return made
 
 
 def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedModel:

@@ -8,9 +8,10 @@ Every rank runs this file. What is collective is called by all; rank 0 writes an
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lockstep.observe.metrics import refuse_empty, reward_stats
 from lockstep.observe.observer import Observer
 from lockstep.observe.progress import configure_logging, make_console
 from lockstep.observe.report import Carried
+from lockstep.rescue import rescued
 from lockstep.rundir import RunDir, open_run_dir
 from lockstep.sampling import step_seed
 from lockstep.serving import Synced
@@ -80,6 +82,7 @@ class Loop:
     def restore(self, found: checkpoint.Found) -> None:
         """Collective. Go on from a checkpoint."""
         meta = checkpoint.load(found, self.parts.state)
+        self.parts.serving.canary_from(meta.get("canary"))
         self.step = self.saved_step = found.step
         self.carried = Carried.from_json(meta["carried"])
         self.observer.resumed(found.path, meta["times"])
@@ -107,11 +110,12 @@ class Loop:
             update = self.parts.actor.update(batch.items, step=self.step)
             phase.tokens = self.total(sum(len(item.prompt_ids) + len(item.ids) for item in batch.items))
         self.step += 1
-        synced = self.sync()
-        metrics = {"policy_version": float(self.step), "sync_bytes": float(synced.pushed.nbytes), **synced.metrics}
-        metrics |= batch.metrics | {"optimizer_steps": float(update.num_optimizer_steps)}
-        metrics["step_seconds"] = time.perf_counter() - began
-        self.record(scored, update=update, metrics=metrics)
+        metrics = {"policy_version": float(self.step), "optimizer_steps": float(update.num_optimizer_steps)}
+        metrics |= batch.metrics | {"step_seconds": time.perf_counter() - began}
+        with self.rescued(partial(self.record, scored, update=update, metrics=metrics)):
+            synced = self.sync()
+        metrics |= {"sync_bytes": float(synced.pushed.nbytes), "step_seconds": time.perf_counter() - began}
+        self.record(scored, update=update, metrics=metrics | synced.metrics)
         if self.is_due(self.config.checkpoint.every_steps):
             self.save()
         if self.is_due(self.config.eval.every_steps) and self.step < self.config.run.num_steps:
@@ -123,12 +127,12 @@ class Loop:
         indices = data.order.take(self.step, config.rollout.prompts_per_step)
         mine = share(len(indices), self.world)
         prompts = [data.train[indices[slot]] for slot in mine]
-        with self.observer.phase("generate") as phase:
+        with self.rescued(), self.observer.phase("generate") as phase:
             draw = Draw(config.run.seed, self.step, first_slot=mine.start)
             num_samples = config.rollout.group_size
             samples = self.parts.serving.generate(prompts, self.parts.sampling, num_samples=num_samples, draw=draw)
             phase.tokens = self.total(sum(sample.num_sampled for sample in samples))
-        with self.observer.phase("reward"), dist.all_or_none(self.world, "reward"):
+        with self.rescued(), self.observer.phase("reward"), dist.all_or_none(self.world, "reward"):
             return data.rewards.score(samples)
 
     def sync(self) -> Synced:
@@ -156,15 +160,20 @@ class Loop:
         if self.saved_step != self.step:
             with self.observer.phase("checkpoint"), dist.data_phase(self.world, "checkpoint"):
                 extra = {"policy_version": self.step, "carried": asdict(self.carried), "times": self.observer.times()}
+                extra["canary"] = self.parts.serving.canary_state()
                 keep = self.config.checkpoint.keep
                 checkpoint.save(self.run.checkpoints, self.parts.state, step=self.step, keep=keep, extra=extra)
             self.saved_step = self.step
+
+    def rescued(self, *first: Callable[[], object]) -> AbstractContextManager[None]:
+        """Where the block fails, the steps so far are saved (after `first`) before the run ends: the trainer's state is whole."""
+        return rescued(self.parts.sharded, [*first, self.save], is_due=self.step > (self.saved_step or 0))
 
     def evaluate(self, name: str) -> EvalResult | None:
         """Collective. Score the held-out data greedily; before training under every template, of which the best counts."""
         greedy = replace(self.parts.sampling, temperature=0.0, max_new_tokens=self.config.eval.max_new_tokens)
         how: dict[str, Any] = {"sampling": greedy, "world": self.world, "should_stop": self.is_stopped}
-        with self.observer.phase(f"eval {name}"):
+        with self.rescued(), self.observer.phase(f"eval {name}"):
             result = score_held_out(self.parts.serving.generate, self.parts.data, all_templates=name == "before", **how)
         if result is not None:
             self.observer.score(name, result)

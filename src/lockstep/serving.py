@@ -120,6 +120,15 @@ class Serving:
 
         return self._through_crashes(sample, phase, version=self._version)
 
+    def canary_state(self) -> dict[str, Any] | None:
+        """Not collective. What the canary has learnt of this run's engine, for a checkpoint, as JSON; None without a canary."""
+        return None if self._canary is None else self._canary.state()
+
+    def canary_from(self, state: dict[str, Any] | None) -> None:
+        """Not collective. Go on from what a checkpoint has of `canary_state`. None (an older checkpoint): it calibrates anew."""
+        if self._canary is not None and state is not None:
+            self._canary.restore(state)
+
     def close(self) -> None:
         """Not collective. Let go of the engine; what was started for it ends."""
         self.engine.close()

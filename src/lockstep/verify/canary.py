@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -109,6 +110,7 @@ class Canary:
         self._sums: dict[str, Evidence] = {}
         self._plain: dict[str, bool] = {}
         self._num_checks = 0
+        self._last_checked: int | None = None
 
     def probe_request(self) -> Probe:
         """The same at every version, so that a prefix cache which outlived an update is hit."""
@@ -142,6 +144,28 @@ class Canary:
         if self._first is None:
             self._first = kept
         self._kept.appendleft(kept)
+
+    def state(self) -> dict[str, Any]:
+        """Not collective. What was learnt of the engine, as JSON: for a run that is resumed against an engine which may be another.
+
+        It holds the noise of the first check, so that an engine that is wrong from the first check after a resume is judged by
+        what a right one was, and the evidence so far. Not the earlier adapters: version 0 is made anew from the recipe (call
+        `remember(0)` before a checkpoint is loaded), others are not known after a resume.
+        """
+        return {
+            "noise": self._noise,
+            "sums": {name: asdict(sums) for name, sums in self._sums.items()},
+            "plain": self._plain,
+            "num_checks": self._num_checks,
+            "last_checked": self._last_checked,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Not collective. Go on from what `state` gave."""
+        self._noise = state["noise"]
+        self._sums = {name: Evidence(**sums) for name, sums in state["sums"].items()}
+        self._plain = dict(state["plain"])
+        self._num_checks, self._last_checked = state["num_checks"], state["last_checked"]
 
     def _items(self, samples: Sequence[Sample], version: int) -> list[TrainItem]:
         """Raises `CanaryFailed` for what is no answer to the probe."""
@@ -188,7 +212,8 @@ class Canary:
         judged = judge(tested, band=self._band, noise=self._noise, before=self._sums)
         if judged.fault is None:
             self._noise = judged.noise if self._noise is None else self._noise
-            self._sums = judged.sums
+            if version != self._last_checked:  # after a resume the same tokens come again: they are no further evidence
+                self._sums, self._last_checked = judged.sums, version
             self._plain |= {name: judged.effects[name] > PLAIN * self._limit() for name in judged.effects}
             self._num_checks += 1
             return judged
