@@ -49,6 +49,14 @@ class ShardedModel(Protocol):
         """Inside, the forward is the reference policy's. Not collective by itself; every rank enters it alike."""
         ...
 
+    def root_gathered(self) -> AbstractContextManager[None]:
+        """Collective, entering. Inside, the root unit's parameters (as a rule embedding, last norm and head) are whole on every
+        rank, so that its modules can be called by themselves; not within this model's own forward or backward.
+
+        Takes one root unit of memory. Other units gather when they are called, as ever. Read only, without gradients.
+        """
+        ...
+
     def settle(self) -> None:
         """Bring every parameter to its sharded form (a forward without backward can leave the root gathered)."""
         ...

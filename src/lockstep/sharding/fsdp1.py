@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
@@ -137,6 +137,12 @@ class FSDP1Model(LiveModel):
                 )
             holdings[tensor.name] = plain[tensor.name] if flat is None else flat
         super().__init__(module, copy, plan, world, holdings, empty=empty)
+
+    def root_gathered(self) -> AbstractContextManager[None]:
+        """Collective. After a forward without backward FSDP1 keeps the root's memory in any case."""
+        if not isinstance(self.module, FullyShardedDataParallel):
+            return nullcontext()
+        return FullyShardedDataParallel.summon_full_params(self.module, recurse=False, writeback=False)
 
     def set_gradient_sync(self, on: bool) -> None:
         for wrapper in self._wrappers:  # what `no_sync()` does, which is a context manager

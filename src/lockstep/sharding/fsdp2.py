@@ -138,6 +138,16 @@ class FSDP2Model(LiveModel):
             unit.reshard()
 
     @contextmanager
+    def root_gathered(self) -> Iterator[None]:
+        """Collective, unless the last forward left it gathered."""
+        if isinstance(self.module, FSDPModule):
+            self.module.unshard()
+        try:
+            yield
+        finally:
+            self.settle()
+
+    @contextmanager
     def adapter_off(self) -> Iterator[None]:
         # PEFT switches `requires_grad` of whatever stands in the slots. Units that stay gathered after a forward would be switched
         # off as shards and on again as whole tensors: the shards would never train again.

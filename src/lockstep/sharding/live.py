@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -147,6 +147,10 @@ class LiveModel:
             if tensor.is_trainable and grad is not None and id(held.trained) not in seen:
                 seen.add(id(held.trained))
                 yield grad.to_local() if isinstance(grad, DTensor) else grad, held.is_owner
+
+    def root_gathered(self) -> AbstractContextManager[None]:
+        """Nothing to do, unless the backend says otherwise."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Nothing to do, unless the backend says otherwise."""

@@ -1,15 +1,21 @@
-"""Log-probabilities of a student p and a teacher q over the vocabulary (or its likeliest part) in; KL(p || q) per token out.
+"""Log-probabilities of a student p and what a teacher q says of the same tokens in; KL(p || q) per token out.
 
 Reverse KL on the student's own samples: on-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543; Thinking
 Machines, "On-policy distillation", 2025). Pure; sums are the caller's (`losses.aggregate`). Masked tokens: clean the result's
 inputs first (`Sequences`), or pass rows of tokens that count only.
 
-Shape suffixes: N tokens, V vocabulary, K the tokens that the teacher's answer carries.
+What a teacher says is an *answer*: its distribution as what its head is given (`WholeAnswer`: logits are made a chunk at a
+time, where the student's are), its K likeliest tokens (`TopAnswer`), or the sampled token alone (`SampledAnswer`).
+
+Shape suffixes: N tokens (of a micro-batch), n of a chunk of them, V vocabulary, K the tokens that the teacher's answer carries,
+D what the teacher's head is given.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +30,75 @@ Tail = Literal["bucket", "renormalise", "drop"]
 """What becomes of the vocabulary outside the K tokens. bucket: all of it is one more outcome, so the result is a KL again
 (never < 0, never more than the full one) · renormalise: both distributions given that the token is one of the K · drop: the
 K terms alone, which are no KL: may be negative, and reward the student for moving mass outside."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taught:
+    """Per token, fp32."""
+
+    logprobs: Tensor
+    """Of the sampled token under the teacher; detached."""
+    divergence: Tensor | None = None
+    """KL(p || q), differentiable in the student; None where the sampled token's log-probabilities are all that is known."""
+    mass: Tensor | None = None
+    """What the teacher gives to its K tokens; detached. None where it is not asked for K."""
+
+
+class Answer(Protocol):
+    """What a teacher says of a micro-batch."""
+
+    def taught(self, student_nV: Tensor, targets_n: Tensor, chunk: slice) -> Taught:
+        """For these of the N tokens: `student_nV` normalised log-probabilities, `targets_n` the sampled tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeAnswer:
+    """The whole distribution, at [n, V] of memory for each chunk, and of computing the teacher's head in each."""
+
+    rows_ND: Tensor
+    head: Callable[[Tensor], Tensor]
+    """[n, D] -> logits [n, V]; may be called where the student's chunks are computed, again in backward."""
+    temperature: float
+
+    def taught(self, student_nV: Tensor, targets_n: Tensor, chunk: slice) -> Taught:
+        with torch.no_grad():
+            logits_nV = fit_vocabulary(self.head(self.rows_ND[chunk]).float(), student_nV.shape[-1])
+            teacher_nV = torch.log_softmax(logits_nV / self.temperature, -1)
+            del logits_nV  # the KL below takes several times as much
+        sampled = teacher_nV.gather(1, targets_n[:, None])[:, 0]
+        return Taught(sampled, reverse_kl(student_nV, teacher_nV))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopAnswer:
+    """The K likeliest tokens, and the rest of the vocabulary as one outcome."""
+
+    ids_NK: Tensor
+    logprobs_NK: Tensor
+    sampled_N: Tensor
+
+    def taught(self, student_nV: Tensor, targets_n: Tensor, chunk: slice) -> Taught:
+        ours_nK, theirs_nK = student_nV.gather(1, self.ids_NK[chunk]), self.logprobs_NK[chunk]
+        mass = torch.logsumexp(theirs_nK, -1).exp()
+        return Taught(self.sampled_N[chunk], reverse_kl_topk(ours_nK, theirs_nK), mass)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledAnswer:
+    sampled_N: Tensor
+
+    def taught(self, student_nV: Tensor, targets_n: Tensor, chunk: slice) -> Taught:
+        return Taught(self.sampled_N[chunk])
+
+
+def fit_vocabulary(rows_nV: Tensor, num: int) -> Tensor:
+    """[n, num]: logits (or log-probabilities) for as many tokens as the student has. Of one tokenizer, checkpoints pad their
+    heads to different sizes: rows beyond it are cut, or come in as excluded."""
+    missing = num - rows_nV.shape[-1]
+    if missing <= 0:
+        return rows_nV[:, :num]
+    return torch.nn.functional.pad(rows_nV, (0, missing), value=float("-inf"))
 
 
 def reverse_kl(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from lockstep.data.packing import MicroBatch, Packing, pack
 from lockstep.errors import LockstepError, ModelError
 from lockstep.sampling import sampling_logprobs
+from lockstep.train.distill import Answer, Taught
 from lockstep.types import Sampling, TrainItem
 
 CHANGES_LOGITS = (
@@ -51,6 +52,18 @@ class TokenLogprobs:
     """[N] fp32, differentiable: log-probability of the token under the sampling distribution."""
     entropy: Tensor | None
     """[N] fp32: entropy of that distribution in nats, detached unless asked otherwise; None where it was not asked for."""
+    taught: Taught | None = None
+    """[N] each: what a teacher's answer makes of the tokens; None without one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRows:
+    """What a model's head makes the logits of a micro-batch's completion tokens from."""
+
+    rows: Tensor
+    """[N, D]: the hidden states that predict a token; [N, V] logits of a model that changes them behind its head."""
+    head: Callable[[Tensor], Tensor]
+    """[n, D] -> [n, V]: any of the rows to their logits. The head's weights must be there (`ShardedModel.root_gathered`)."""
 
 
 def token_logprobs(
@@ -61,42 +74,45 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
     entropy_gradient: bool = False,
+    teacher: Answer | None = None,
 ) -> TokenLogprobs:
     """One forward of `model` (plain, PEFT or FSDP-wrapped transformers causal LM). Collective where the model is sharded.
 
     The softmax is in fp32 whatever the model's dtype. At most `chunk_tokens` rows of logits exist at a time, in forward
     and in backward (a single chunk keeps its logits for backward instead of computing them twice). `entropy_gradient` lets
-    the entropy be trained on (a bonus); it keeps one more [chunk, V] for backward.
+    the entropy be trained on (a bonus); it keeps one more [chunk, V] for backward. A `teacher`'s answer is compared chunk by
+    chunk with the distribution at the sampling's temperature, over the whole vocabulary also where the sampling is cut (top-k,
+    top-p); until backward is done it must be able to answer. Under FSDP a gradient has to reach `logprobs` too, be it 0: FSDP
+    gathers the root for backward when one comes to the root's output.
     Raises `ModelError` if the model has no output embedding, `LockstepError` if its forward does not hand the head's
     result through.
     """
     lm = cast(PreTrainedModel, model)
-    head = lm.get_output_embeddings()
-    if head is None:
-        raise ModelError(
-            f"{type(model).__name__} has no output embedding; expected a causal language model with a head"
-        )
+    head = _head_of(lm)
     head_forward = cast(Callable[[Tensor], Tensor], head.forward)
-    arguments = _Scoring(batch.targets, sampling, chunk_tokens, with_entropy, entropy_gradient)
-    inputs = _inputs(lm, batch)
+    arguments = _Scoring(batch.targets, sampling, chunk_tokens, with_entropy, entropy_gradient, teacher)
     if _changes_logits(lm):
-        with _forward_replaced(head, lambda hidden_BTD: head_forward(_select(hidden_BTD, batch))[None]):
-            logits_NV = lm(**inputs).logits[0]
-        return _in_chunks(lambda rows: rows, logits_NV, arguments)
+        return _in_chunks(lambda rows: rows, _whole_logits(lm, head, batch), arguments)
     scored: list[TokenLogprobs] = []
 
-    def score(hidden_BTD: Tensor) -> Tensor:
-        scored.append(_in_chunks(head_forward, _select(hidden_BTD, batch), arguments))
+    def score(rows_ND: Tensor) -> Tensor:
+        scored.append(_in_chunks(head_forward, rows_ND, arguments))
         return scored[-1].logprobs
 
-    with _forward_replaced(head, score):
-        handed_through = lm(**inputs).logits
-    if len(scored) != 1 or handed_through is not scored[0].logprobs:
-        raise LockstepError(
-            f"{type(model).__name__} ran its head {len(scored)} times or changed what it returned; expected one unchanged "
-            f"result. If its config scales the logits, name that field in {__name__}.CHANGES_LOGITS"
-        )
+    _forward_with_head(lm, head, batch, score)
     return scored[0]
+
+
+def head_rows(model: nn.Module, batch: MicroBatch) -> HeadRows:
+    """One forward of `model` up to its head, for logits that are made later, a few rows at a time. Collective where it is sharded.
+
+    N * D numbers, where D is the hidden size. Raises as `token_logprobs`.
+    """
+    lm = cast(PreTrainedModel, model)
+    head = _head_of(lm)
+    if _changes_logits(lm):
+        return HeadRows(_whole_logits(lm, head, batch), lambda rows: rows)
+    return HeadRows(_forward_with_head(lm, head, batch, lambda rows_ND: rows_ND), cast(Any, head))
 
 
 def probe_packing(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id: int) -> None:
@@ -129,6 +145,40 @@ def _logprobs_of(model: nn.Module, items: list[TrainItem], mode: Any, sampling: 
     device = next(model.parameters()).device
     (batch,) = pack(items, mode=mode, max_tokens=1024, pad_id=pad_id)
     return token_logprobs(model, batch.to(device), sampling=sampling).logprobs
+
+
+def _head_of(lm: PreTrainedModel) -> nn.Module:
+    head = lm.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(lm).__name__} has no output embedding; expected a causal language model with a head")
+    return head
+
+
+def _whole_logits(lm: PreTrainedModel, head: nn.Module, batch: MicroBatch) -> Tensor:
+    """[N, V] in the model's dtype, as its forward changes them behind the head."""
+    forward = cast(Callable[[Tensor], Tensor], head.forward)
+    with _forward_replaced(head, lambda hidden_BTD: forward(_select(hidden_BTD, batch))[None]):
+        return lm(**_inputs(lm, batch)).logits[0]
+
+
+def _forward_with_head(
+    lm: PreTrainedModel, head: nn.Module, batch: MicroBatch, instead: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The whole model's forward with `instead` in the place of its head, given the [N, D] rows that predict a completion token."""
+    given: list[Tensor] = []
+
+    def forward(hidden_BTD: Tensor) -> Tensor:
+        given.append(instead(_select(hidden_BTD, batch)))
+        return given[-1]
+
+    with _forward_replaced(head, forward):
+        handed_through = lm(**_inputs(lm, batch)).logits
+    if len(given) != 1 or handed_through is not given[0]:
+        raise LockstepError(
+            f"{type(lm).__name__} ran its head {len(given)} times or changed what it returned; expected one unchanged "
+            f"result. If its config scales the logits, name that field in {__name__}.CHANGES_LOGITS"
+        )
+    return handed_through
 
 
 def _changes_logits(lm: PreTrainedModel) -> bool:
@@ -180,6 +230,7 @@ class _Scoring:
     chunk_tokens: int
     with_entropy: bool
     entropy_gradient: bool
+    teacher: Answer | None
 
 
 def _in_chunks(head: Callable[[Tensor], Tensor], rows: Tensor, scoring: _Scoring) -> TokenLogprobs:
@@ -188,23 +239,43 @@ def _in_chunks(head: Callable[[Tensor], Tensor], rows: Tensor, scoring: _Scoring
     starts = range(0, max(rows.shape[0], 1), size)
     parts = []
     for start in starts:
-        chunk = rows[start : start + size], scoring.targets[start : start + size]
+        chunk = slice(start, start + size)
         if len(starts) == 1:
-            parts.append(_score(head, *chunk, scoring))
+            parts.append(_score(head, rows[chunk], chunk, scoring))
         else:
-            parts.append(checkpoint(_score, head, *chunk, scoring, use_reentrant=False))
-    logprobs, entropies = zip(*parts, strict=True)
-    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies) if scoring.with_entropy else None)
+            parts.append(checkpoint(_score, head, rows[chunk], chunk, scoring, use_reentrant=False))
+    logprobs, entropy, taught, divergence, mass = (
+        None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
+    )
+    assert logprobs is not None
+    return TokenLogprobs(logprobs, entropy, None if taught is None else Taught(taught, divergence, mass))
 
 
 def _score(
-    head: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor, scoring: _Scoring
-) -> tuple[Tensor, Tensor | None]:
-    logprobs_NV = sampling_logprobs(head(rows).float(), scoring.sampling, keep_B=targets)
-    chosen = logprobs_NV.gather(1, targets[:, None])[:, 0]
-    if not scoring.with_entropy:
-        return chosen, None
+    head: Callable[[Tensor], Tensor], rows: Tensor, chunk: slice, scoring: _Scoring
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """[n] each: log-probabilities, entropies, and the fields of `Taught`."""
+    targets = scoring.targets[chunk]
+    logprobs_nV, whole_nV = _distributions(head(rows).float(), targets, scoring)
+    chosen = logprobs_nV.gather(1, targets[:, None])[:, 0]
+    entropy = _entropy(logprobs_nV, scoring) if scoring.with_entropy else None
+    if scoring.teacher is None:
+        return chosen, entropy, None, None, None
+    taught = scoring.teacher.taught(whole_nV, targets, chunk)
+    return chosen, entropy, taught.logprobs, taught.divergence, taught.mass
+
+
+def _distributions(logits_nV: Tensor, targets: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
+    """Log-probabilities that are sampled from, and those that a teacher is compared with: without top-k and top-p."""
+    sampling = scoring.sampling
+    sampled = sampling_logprobs(logits_nV, sampling, keep_B=targets)
+    if scoring.teacher is None or (sampling.top_k == 0 and sampling.top_p == 1):
+        return sampled, sampled
+    return sampled, sampling_logprobs(logits_nV, replace(sampling, top_k=0, top_p=1.0))
+
+
+def _entropy(logprobs_nV: Tensor, scoring: _Scoring) -> Tensor:
     with torch.set_grad_enabled(scoring.entropy_gradient and torch.is_grad_enabled()):
         # A token that sampling excludes has logprob -inf and adds 0, and no gradient: 0 * -inf would be NaN, 0 * lowest is 0.
-        finite = logprobs_NV.clamp_min(torch.finfo(torch.float32).min)
-        return chosen, -(logprobs_NV.exp() * finite).sum(-1)
+        finite = logprobs_nV.clamp_min(torch.finfo(torch.float32).min)
+        return -(logprobs_nV.exp() * finite).sum(-1)
