@@ -32,12 +32,25 @@ Tail = Literal["bucket", "renormalise", "drop"]
 K terms alone, which are no KL: may be negative, and reward the student for moving mass outside."""
 
 
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """How a teacher enters the loss."""
+
+    coef: float
+    kind: Literal["whole", "top_k", "sampled"] = "whole"
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The stats that it adds, beside distill/kl: the teacher's log-probability of what was sampled, its k tokens' mass."""
+        return ("distill/teacher_logprob", *(("distill/top_k_mass",) if self.kind == "top_k" else ()))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Taught:
     """Per token, fp32."""
 
     logprobs: Tensor
-    """Of the sampled token under the teacher; detached."""
+    """Of the sampled token under the teacher, at the temperature of sampling; detached."""
     divergence: Tensor | None = None
     """KL(p || q), differentiable in the student; None where the sampled token's log-probabilities are all that is known."""
     mass: Tensor | None = None

@@ -6,7 +6,7 @@ Masked tokens (`Sequences.mask`) are cleaned before any arithmetic: whatever sta
 neither the loss nor a gradient nor a statistic.
 
     surrogate      logprobs, old logprobs, advantages -> [N] token losses       (Clip | GSPO | CISPO)
-    actor_loss     surrogate * correction weights + coef * KL - coef * entropy  -> LossSums
+    actor_loss     surrogate * correction weights + coef * KL - coef * entropy + coef * divergence (from a teacher) -> LossSums
     policy_loss    the plain case in one call: PPO's clip, token sums
 """
 
@@ -95,7 +95,8 @@ class KLTerm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenInputs:
-    """What is known of a micro-batch's tokens: [N], one float dtype. Only `logprobs` and `entropy` may carry gradients."""
+    """What is known of a micro-batch's tokens: [N], one float dtype. Only `logprobs`, `entropy` and `divergence` may carry
+    gradients."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -108,6 +109,8 @@ class TokenInputs:
     """None: no entropy bonus, no entropy in the stats."""
     weights: Weights | None = None
     """Correction for the engine's mismatch; None: all weights 1."""
+    divergence: Tensor | None = None
+    """From a teacher, with a gradient; None: no teacher."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,12 +137,15 @@ def actor_loss(
     aggregation: Aggregation,
     kl: KLTerm | None = None,
     entropy_coef: float = 0.0,
+    divergence_coef: float = 0.0,
 ) -> LossSums:
-    """Sum over the micro-batch of surrogate * weight + kl.coef * KL - entropy_coef * entropy, masked tokens left out.
+    """Sum over the micro-batch of surrogate * weight + kl.coef * KL - entropy_coef * entropy + divergence_coef * divergence,
+    masked tokens left out.
 
     Stats, as sums and counts of tokens that count: pg_loss; ratio; clip_low, clip_high (share whose gradient that bound
     stops; for CISPO: whose weight it cuts); clip_dual with a dual clip; approx_kl (k3 of old to current); kl_ref (its k3
-    value whatever the kind, so that runs compare), where a reference is given; entropy, where given; the correction's.
+    value whatever the kind, so that runs compare), where a reference is given; entropy, where given; distill/kl, where a
+    divergence is; the correction's.
 
     Raises `ValueError` if a coefficient is not 0 and its tensor is missing, or the entropy has no gradient.
     """
@@ -160,6 +166,9 @@ def actor_loss(
         sums["entropy"] = tokens.entropy
         if entropy_coef != 0:
             loss = loss - entropy_coef * tokens.entropy
+    if tokens.divergence is not None:
+        sums["distill/kl"] = tokens.divergence
+        loss = loss + divergence_coef * tokens.divergence
     if tokens.weights is not None:
         loss = torch.where(tokens.weights.keep, loss, 0.0)
     stats = token_stats(sums, tokens.sequences)
@@ -278,6 +287,7 @@ def _clean(tokens: TokenInputs) -> TokenInputs:
         optional(tokens.ref_logprobs),
         optional(tokens.entropy),
         tokens.weights,
+        optional(tokens.divergence),
     )
 
 

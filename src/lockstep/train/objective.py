@@ -18,6 +18,7 @@ from lockstep.data.packing import MicroBatch
 from lockstep.data.sequences import Sequences
 from lockstep.errors import LockstepError
 from lockstep.train.corrections import NAMED, Correction, correct
+from lockstep.train.distill import Distillation, distillation_advantages
 from lockstep.train.logprobs import TokenLogprobs
 from lockstep.train.losses import (
     CISPO,
@@ -32,6 +33,7 @@ from lockstep.train.losses import (
     denominator,
     token_stats,
 )
+from lockstep.train.ratios import reweighted
 from lockstep.types import Stat, TrainItem
 
 DUAL_CLIP = 3.0
@@ -50,9 +52,11 @@ class Objective:
     corrections: tuple[Correction, ...]
     max_tokens: int
     """Longest possible completion, for the aggregation that divides by it."""
+    distillation: Distillation | None = None
+    """None: no teacher."""
 
     @classmethod
-    def of(cls, train: TrainConfig, *, max_new_tokens: int) -> Objective:
+    def of(cls, train: TrainConfig, *, max_new_tokens: int, distillation: Distillation | None = None) -> Objective:
         """Pure. Raises `ValueError` for bounds that no correction can have."""
         in_loss = train.kl_in == "loss" and train.kl_coef > 0
         return cls(
@@ -62,6 +66,7 @@ class Objective:
             entropy_coef=train.entropy_coef,
             corrections=_corrections(train),
             max_tokens=max_new_tokens,
+            distillation=distillation,
         )
 
     def loss(
@@ -76,7 +81,8 @@ class Objective:
         """One micro-batch's sum of losses, and its stats. `items` is what was packed; [N] tensors in the batch's order.
 
         `old`: log-probabilities of the policy that the ratio compares with; None: the current ones, so the ratio is
-        exactly 1 (CASES B82). `reference`: needed where there is a `kl`.
+        exactly 1 (CASES B82). `reference`: needed where there is a `kl`. With a `distillation`, `scored` holds what the teacher
+        said.
         """
         sequences = sequences_of(batch, items)
         current = scored.logprobs.detach()
@@ -85,11 +91,34 @@ class Objective:
         if self.corrections:
             weights = correct(self.corrections, before, rollout_logprobs(batch, items, like=current), sequences)
         advantages = per_token([_advantages(items[i]) for i in batch.items], like=current)
-        tokens = TokenInputs(scored.logprobs, before, advantages, sequences, reference, scored.entropy, weights)
-        sums = actor_loss(
-            tokens, self.surrogate, aggregation=self.aggregation, kl=self.kl, entropy_coef=self.entropy_coef
+        divergence, watched = self._taught(scored, before)
+        tokens = TokenInputs(
+            scored.logprobs, before, advantages, sequences, reference, scored.entropy, weights, divergence
         )
-        return LossSums(sums.loss_sum, sums.stats | token_stats({"loss": sums.loss_sum[None]}))
+        sums = actor_loss(
+            tokens,
+            self.surrogate,
+            aggregation=self.aggregation,
+            kl=self.kl,
+            entropy_coef=self.entropy_coef,
+            divergence_coef=self.distillation.coef if self.distillation else 0.0,
+        )
+        stats = sums.stats | token_stats(watched, sequences) | token_stats({"loss": sums.loss_sum[None]})
+        return LossSums(sums.loss_sum, stats)
+
+    def _taught(self, scored: TokenLogprobs, before: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """[N] divergence from the teacher, and what else is watched of it."""
+        if self.distillation is None:
+            return None, {}
+        taught = scored.taught
+        assert taught is not None
+        divergence = taught.divergence
+        if divergence is None:
+            # Of k1 and its gradient, d KL = E[(1 + x) dlogp], the 1 is left out: 0 on average, and all noise near the teacher.
+            lost = -distillation_advantages(scored.logprobs, taught.logprobs)
+            divergence = reweighted(lost, scored.logprobs, before)
+        watched = {"distill/teacher_logprob": taught.logprobs}
+        return divergence, watched if taught.mass is None else watched | {"distill/top_k_mass": taught.mass}
 
     def denominator(self, *, num_tokens: float, num_sequences: float) -> float:
         """From counts over all ranks."""
@@ -102,9 +131,11 @@ class Objective:
         none = torch.empty(0, requires_grad=True)
         weights = correct(self.corrections, none, none, Sequences.of([])) if self.corrections else None
         reference = none if self.kl else None
-        tokens = TokenInputs(none, none, none, Sequences.of([]), reference, none, weights)
+        divergence = none if self.distillation else None
+        tokens = TokenInputs(none, none, none, Sequences.of([]), reference, none, weights, divergence)
         sums = actor_loss(tokens, self.surrogate, aggregation=self.aggregation, kl=self.kl)
-        return dict.fromkeys((*sums.stats, "loss"), Stat(0.0, 0.0))
+        watched = self.distillation.watched if self.distillation else ()
+        return dict.fromkeys((*sums.stats, *watched, "loss"), Stat(0.0, 0.0))
 
 
 def sequences_of(batch: MicroBatch, items: Sequence[TrainItem]) -> Sequences:
