@@ -29,8 +29,9 @@ from lockstep.types import TensorSpec
 MIN_ROWS = 16
 """Slices of fewer rows than this are not sure to round like the whole product (measured: 1 to 3 rows differ on MKL)."""
 
-_CHUNK_ELEMENTS = 1 << 20
-"""A delta is computed for about this many elements at a time: what merging needs beside its result."""
+_CHUNK_ELEMENTS = 1 << 19
+"""A delta is computed for about this many elements at a time: what merging needs beside its result. Twice as many are slower:
+each temporary is then 4 MiB, which a C library gives back to the system and faults in again."""
 
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
 
@@ -152,8 +153,14 @@ def _add_delta(
         part = delta[low - window[0] * row : high - window[0] * row]
         was = base[low - start : high - start]
         # The sum is rounded to the base's dtype before anything else, as in PEFT's `weight += delta`.
-        merged = part.add_(was) if part.dtype is base.dtype else torch.add(was, part).to(base.dtype)
-        out[low - start : high - start].copy_(merged)
+        out[low - start : high - start].copy_(_sum(was, part).to(base.dtype))
+
+
+def _sum(was: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """In the wider dtype; `delta` may be overwritten. An addition of two dtypes is several times slower than a cast and one of
+    equal dtypes, on a CPU."""
+    wider = torch.promote_types(was.dtype, delta.dtype)
+    return delta.add_(was.to(wider)) if delta.dtype is wider else delta.to(wider).add_(was)
 
 
 def merged_row_elements(merge: RowsMerge) -> int:
