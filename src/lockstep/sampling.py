@@ -9,6 +9,8 @@ Shape suffixes: B rows, V vocabulary, K most likely tokens.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -55,15 +57,34 @@ def sampling_logprobs(logits_BV: Tensor, sampling: Sampling, *, keep_B: Tensor |
     return torch.log_softmax(logits_BV, dim=-1)
 
 
+def draw_rows(draw: Draw, num_prompts: int, num_samples: int) -> list[list[tuple[int, int]]]:
+    """(slot, sample index) of every sample that a `generate` call wants of each of its prompts.
+
+    Raises `ValueError` where `draw.rows` names not one sample per prompt, or one twice.
+    """
+    if not draw.rows:
+        return [[(draw.first_slot + i, index) for index in range(num_samples)] for i in range(num_prompts)]
+    if num_samples != 1 or len(draw.rows) != num_prompts:
+        raise ValueError(
+            f"expected a row for each of {num_prompts} prompts and one sample of each; {len(draw.rows)} rows and "
+            f"num_samples {num_samples} came"
+        )
+    rows = [(slot, index) for slot, index in draw.rows]
+    twice = [row for row, count in Counter(rows).items() if count > 1]
+    if twice:
+        raise ValueError(f"expected each row once; (slot, index) {twice[0]} came twice and would draw the same numbers")
+    return [[row] for row in rows]
+
+
 def row_uniforms(draw: Draw, slot: int, index: int, count: int) -> Tensor:
     """`count` float64 numbers in [0, 1) of sample `index` of `slot`: the same for any batch, rank, platform or order.
 
-    Philox4x64 (Salmon et al., 2011) keyed by (seed, step), its counter started at (slot, index). `slot` is the prompt's
+    Philox4x64 (Salmon et al., 2011) keyed by (seed, step), its counter started at (turn, slot, index). `slot` is the prompt's
     slot in the global batch (`draw.first_slot` is already in it). Only NumPy's raw bit stream is used, which NumPy
     promises to keep.
     """
     key = np.array([draw.seed % 2**64, draw.step % 2**64], dtype=np.uint64)
-    counter = np.array([0, 0, slot, index], dtype=np.uint64)
+    counter = np.array([0, draw.turn, slot, index], dtype=np.uint64)
     raw = np.random.Philox(key=key, counter=counter).random_raw(count)
     return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 

@@ -48,12 +48,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Names the random numbers of one `generate` call: row (slot, sample index) of `step` always draws the same."""
+    """Names the random numbers of one `generate` call: row (slot, sample index) of `step` and turn always draws the same."""
 
     seed: int
     step: int
     first_slot: int = 0
     """Slot of the call's first prompt; prompt i has slot `first_slot + i`."""
+    turn: int = 0
+    """Which of its samples' turns is drawn: the numbers of a sample's turns have nothing to do with each other."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """(slot, sample index) of the one sample wanted of each prompt, where only some samples go on; empty: `first_slot` says."""
 
 
 @dataclass(frozen=True, slots=True)

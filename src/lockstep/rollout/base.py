@@ -23,6 +23,8 @@ class Abilities:
     """What it computes with, e.g. "float32"."""
     keeps_prefixes: bool
     """Does it keep keys and values of prompts between calls? The canary's probe is then long enough to be found there."""
+    max_len: int | None = None
+    """Longest prompt and completion together, in tokens; None: not known."""
 
 
 class Engine(Receiver, Protocol):
@@ -45,8 +47,9 @@ class Engine(Receiver, Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw) -> list[Sample]:
         """`num_samples` completions of each prompt, ordered by slot, then index. Not collective: ranks call it apart.
 
-        Prompt i has slot `draw.first_slot + i`. Raises `ValueError` for an empty prompt or one that does not fit, and
-        `StaleWeights` while there is no complete set of weights to serve.
+        Prompt i has slot `draw.first_slot + i`, or its one sample is `draw.rows[i]` (`sampling.draw_rows`). Raises
+        `ValueError` for an empty prompt or one that does not fit, and `StaleWeights` while there is no complete set of
+        weights to serve.
         """
         ...
 

@@ -20,7 +20,7 @@ from lockstep.rollout.hf_batch import Batch, Budget, plan_batches
 from lockstep.rollout.hf_decode import Completions, LastLogits, complete
 from lockstep.rollout.hf_names import checkpoint_tensors
 from lockstep.rollout.hf_weights import AdapterHost, AdapterUpdate, InPlaceUpdate, Update
-from lockstep.sampling import check_sampling, row_uniforms
+from lockstep.sampling import check_sampling, draw_rows, row_uniforms
 from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling, WeightKind
 
 _FORWARD_TOKENS = {"cpu": 32}
@@ -109,7 +109,8 @@ class HFEngine(Engine):
     @property
     def abilities(self) -> Abilities:
         dtype = str(self._model.dtype).removeprefix("torch.")
-        return Abilities(frozenset(get_args(WeightKind)), dtype, keeps_prefixes=False)
+        max_len = min(self._max_len or self._cache_tokens, self._cache_tokens)
+        return Abilities(frozenset(get_args(WeightKind)), dtype, keeps_prefixes=False, max_len=max_len)
 
     @property
     def is_shared(self) -> bool:
@@ -133,11 +134,10 @@ class HFEngine(Engine):
             forward_tokens=_FORWARD_TOKENS.get(self._device.type, _FORWARD_TOKENS_GPU),
             share_prefix=_attends_everywhere(self._model),
         )
-        plans = plan_batches(
-            [prompt.ids for prompt in prompts], first_slot=draw.first_slot, num_samples=num_samples, budget=budget
-        )
-        by_slot = dict(enumerate(prompts, start=draw.first_slot))
-        samples = [sample for batch in plans for sample in self._run(batch, sampling, draw, by_slot)]
+        rows = draw_rows(draw, len(prompts), num_samples)
+        plans = plan_batches([prompt.ids for prompt in prompts], rows=rows, budget=budget)
+        by_row = {row: prompt for prompt, own in zip(prompts, rows, strict=True) for row in own}
+        samples = [sample for batch in plans for sample in self._run(batch, sampling, draw, by_row)]
         return sorted(samples, key=lambda sample: (sample.slot, sample.index))
 
     def begin(self, manifest: Manifest) -> None:
@@ -194,7 +194,9 @@ class HFEngine(Engine):
                 f"weights of version {self._version}; keep to merged updates, or send the base with a full one first"
             )
 
-    def _run(self, batch: Batch, sampling: Sampling, draw: Draw, prompts: dict[int, Prompt]) -> list[Sample]:
+    def _run(
+        self, batch: Batch, sampling: Sampling, draw: Draw, prompts: dict[tuple[int, int], Prompt]
+    ) -> list[Sample]:
         count = sampling.max_new_tokens
         if sampling.temperature == 0:
             uniforms = torch.zeros(len(batch.rows), count, dtype=torch.float64)
@@ -217,12 +219,12 @@ class HFEngine(Engine):
             )
 
     def _samples(
-        self, done: Completions, batch: Batch, prompts: dict[int, Prompt], eos_ids: frozenset[int]
+        self, done: Completions, batch: Batch, prompts: dict[tuple[int, int], Prompt], eos_ids: frozenset[int]
     ) -> list[Sample]:
         rows = zip(batch.rows, done.ids_NT.tolist(), done.logprobs_NT.tolist(), done.lengths_N.tolist(), strict=True)
         return [
             Sample(
-                prompt=prompts[row.slot],
+                prompt=prompts[row.slot, row.index],
                 slot=row.slot,
                 index=row.index,
                 ids=tuple(ids[:length]),

@@ -62,20 +62,20 @@ class Budget:
     """Whether prompts may share computed leading tokens: the attention must not mind padding in between."""
 
 
-def plan_batches(prompts: Sequence[Ids], *, first_slot: int, num_samples: int, budget: Budget) -> list[Batch]:
-    """Cover `num_samples` rows of each prompt (slot `first_slot + i`) by few, little padded batches within the budget.
+def plan_batches(prompts: Sequence[Ids], *, rows: Sequence[Sequence[tuple[int, int]]], budget: Budget) -> list[Batch]:
+    """Cover the (slot, index) `rows` of each prompt by few, little padded batches within the budget.
 
     Raises `ValueError` if a single row does not fit.
     """
-    groups = _groups(prompts, first_slot, num_samples)
+    groups = _groups(prompts, rows)
     return [_batch(part, budget) for part in _fill(groups, budget)]
 
 
-def _groups(prompts: Sequence[Ids], first_slot: int, num_samples: int) -> list[Group]:
-    rows: dict[Ids, list[Row]] = {}
-    for slot, ids in enumerate(prompts, start=first_slot):
-        rows.setdefault(ids, []).extend(Row(slot, index) for index in range(num_samples))
-    return [Group(ids, tuple(rows[ids])) for ids in sorted(rows, key=len)]
+def _groups(prompts: Sequence[Ids], rows: Sequence[Sequence[tuple[int, int]]]) -> list[Group]:
+    wanted: dict[Ids, list[Row]] = {}
+    for ids, own in zip(prompts, rows, strict=True):
+        wanted.setdefault(ids, []).extend(Row(slot, index) for slot, index in own)
+    return [Group(ids, tuple(wanted[ids])) for ids in sorted(wanted, key=len)]
 
 
 def _fill(groups: Sequence[Group], budget: Budget) -> Iterator[list[Group]]:

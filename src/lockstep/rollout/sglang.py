@@ -33,7 +33,7 @@ from lockstep.rollout.sglang_api import (
 )
 from lockstep.rollout.sglang_server import SglangServer
 from lockstep.rollout.staged import StagedUpdate
-from lockstep.sampling import check_sampling
+from lockstep.sampling import check_sampling, draw_rows
 from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling, WeightKind
 
 _GREEDY = Sampling(temperature=0, max_new_tokens=1)
@@ -139,7 +139,7 @@ class SglangEngine(SharedEngine):
         """Either adapters or whole weights: where SGLang has wrapped its layers for LoRA, its loader knows their names
         no more, and goes on without them."""
         kinds: tuple[WeightKind, ...] = ("adapter",) if self._takes_adapters else ("merged", "full")
-        return Abilities(kinds=frozenset(kinds), dtype=self._dtype, keeps_prefixes=True)
+        return Abilities(kinds=frozenset(kinds), dtype=self._dtype, keeps_prefixes=True, max_len=self._max_len)
 
     @property
     def policy_version(self) -> int:
@@ -157,16 +157,17 @@ class SglangEngine(SharedEngine):
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1; {num_samples} came")
         check_prompts(prompts, sampling, self._max_len)
-        rows = [(draw.first_slot + i, index) for i in range(len(prompts)) for index in range(num_samples)]
+        wanted = zip(prompts, draw_rows(draw, len(prompts), num_samples), strict=True)
+        rows = sorted(((row, prompt) for prompt, own in wanted for row in own), key=lambda pair: pair[0])
         if not rows:
             return []
-        ids = [prompts[slot - draw.first_slot].ids for slot, _ in rows]
-        seeds = [row_seed(draw, slot, index) for slot, index in rows]
+        ids = [prompt.ids for _, prompt in rows]
+        seeds = [row_seed(draw, slot, index) for (slot, index), _ in rows]
         with self._serving() as (version, adapter, label):
             done = self._ask(ids, seeds, sampling, adapter, label)
         return [
-            self._sample(prompts[slot - draw.first_slot], slot, index, completion, version)
-            for (slot, index), completion in zip(rows, done, strict=True)
+            self._sample(prompt, slot, index, completion, version)
+            for ((slot, index), prompt), completion in zip(rows, done, strict=True)
         ]
 
     def begin(self, manifest: Manifest) -> None:

@@ -84,7 +84,8 @@ def check_adapter(manifest: Manifest) -> None:
 
 def row_seed(draw: Draw, slot: int, index: int) -> int:
     """31 bits that name the draws of one row, whatever batch it is in."""
-    return int(np.random.SeedSequence([draw.seed, draw.step, slot, index]).generate_state(1)[0] >> 1)
+    entropy = [draw.seed, draw.step, slot, index, *([draw.turn] if draw.turn else [])]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
 
 def sampling_params(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:

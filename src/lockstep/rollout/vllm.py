@@ -1,8 +1,9 @@
 """Prompts in, samples out, from one or several vLLM engines: servers that lockstep starts, servers that run, or in process.
 
-How an update travels: the trainer's rank 0 calls `begin`, `receive`, `commit` here; an outlet per replica (shared memory, or
-files) carries buckets into vLLM's worker process, where `VllmReceiver` takes them. What starts and ends there is called over
-HTTP (`/collective_rpc`). Every reply says which weights made each token; it is compared with what the engine should serve.
+How an update travels: the trainer's rank 0 calls `begin`, `receive`, `commit` here; a `Fanout` calls an outlet per replica
+(shared memory, or files), all at once, which carries buckets into vLLM's worker process, where `VllmReceiver` takes them. What
+starts and ends there is called over HTTP (`/collective_rpc`). Every reply says which weights made each token; it is compared with
+what the engine should serve.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,9 +21,11 @@ from lockstep.rollout.vllm_client import ADAPTER_PREFIX, Ask, HttpReplica, RpcCo
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_gate import Gate
 from lockstep.rollout.vllm_sampling import check_for_vllm, row_seed, to_sample, vllm_params
+from lockstep.sampling import draw_rows
 from lockstep.transport.collective import CollectiveOutlet
 from lockstep.transport.disk import DiskOutlet
 from lockstep.transport.ends import Outlet
+from lockstep.transport.fanout import Fanout
 from lockstep.transport.hosts import LOOPBACK
 from lockstep.transport.shm import ShmOutlet
 from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling
@@ -77,6 +80,7 @@ class VllmEngine(SharedEngine):
         self._manifest: Manifest | None = None
         self._transport = transport
         self._outlets = self._make_outlets(folder, host)
+        self._fanout = Fanout(self._outlets) if self._outlets else None
 
     @classmethod
     def attach(cls, handle: Mapping[str, Any], *, tokenizer: Decoder) -> VllmEngine:
@@ -116,7 +120,8 @@ class VllmEngine(SharedEngine):
         kinds: set[Any] = {"merged", "full"}
         if all(served.takes_adapters for served in self.fleet.served):
             kinds.add("adapter")
-        return Abilities(kinds=frozenset(kinds), dtype=self.fleet.served[0].dtype, keeps_prefixes=True)
+        max_len = min(served.max_model_len for served in self.fleet.served)
+        return Abilities(frozenset(kinds), self.fleet.served[0].dtype, keeps_prefixes=True, max_len=max_len)
 
     @property
     def policy_version(self) -> int:
@@ -136,8 +141,8 @@ class VllmEngine(SharedEngine):
         check_prompts(prompts, sampling, min(served.max_model_len for served in self.fleet.served))
         rows = [
             _Row(prompt, slot, index)
-            for slot, prompt in enumerate(prompts, start=draw.first_slot)
-            for index in range(num_samples)
+            for prompt, own in zip(prompts, draw_rows(draw, len(prompts), num_samples), strict=True)
+            for slot, index in own
         ]
         done: dict[tuple[int, int], Sample] = {}
         with self._gate.inside():
@@ -155,8 +160,7 @@ class VllmEngine(SharedEngine):
 
     def begin(self, manifest: Manifest) -> None:
         """See `Receiver.begin`. Kind adapter: everything goes on. Others: generating stops first (on_update), everywhere."""
-        if not self._outlets:
-            raise TransportError("this rank only generates; the rank that started or connected the engine updates it")
+        fanout = self._updating()
         if self._manifest is not None:
             raise TransportError(
                 f"version {manifest.version} cannot begin: the update to version {self._manifest.version} is open; "
@@ -166,30 +170,29 @@ class VllmEngine(SharedEngine):
             self._stop_generating(manifest)
         self._manifest = manifest
         try:
-            for outlet in self._outlets:
-                outlet.begin(manifest)
+            fanout.begin(manifest)
         except BaseException as error:
             self.abort(f"begin: {type(error).__name__}: {error}")
             raise
 
     def receive(self, bucket: Bucket) -> None:
         """See `Receiver.receive`. Buckets go to all replicas; their transports work side by side."""
-        for outlet in self._outlets:
-            outlet.receive(bucket)
+        self._updating().receive(bucket)
 
     def commit(self, digest: str) -> None:
         """See `Receiver.commit`. A failed commit ends the update as an abort does.
 
-        An adapter is served once vLLM has loaded it under its new name and its slots were compared with what was sent.
+        An adapter is served once vLLM has loaded it under its new name and its slots were compared with what was sent. Where some
+        replicas serve the update and others do not, `generate` refuses until a next one has reached all.
         """
+        fanout = self._updating()
         manifest = self._manifest
         if manifest is None:
             raise TransportError("commit came without a begin: no update is open; call begin with its manifest first")
         try:
-            for outlet in self._outlets:
-                outlet.commit(digest)
+            fanout.commit(digest)
             if manifest.kind == "adapter":
-                self._serve_adapter(manifest.version)
+                self._serve_adapter(fanout, manifest.version)
         except BaseException as error:
             self.abort(f"commit: {type(error).__name__}: {error}")
             raise
@@ -197,19 +200,24 @@ class VllmEngine(SharedEngine):
         self._start_generating()
 
     def abort(self, reason: str) -> None:
-        """See `Receiver.abort`. Does not raise where a replica is gone: that is what the next call will say."""
+        """See `Receiver.abort`. Does not raise where a replica is gone: that is what the next call will say.
+
+        A replica that left a call unanswered is not asked again here (but for `transport.base.ABORT_S`): a hanging engine costs
+        one limit of time. It counts as torn until it has been restarted or updated.
+        """
         manifest, self._manifest = self._manifest, None
         if manifest is None:
             return
-        for outlet in self._outlets:
-            outlet.abort(reason, raise_errors=False)
+        fanout = self._updating()
         try:
-            self._start_generating()
+            fanout.abort(reason)
+        except LockstepError as error:
+            log.warning("not every replica could be told of the abort of version %s: %s", manifest.version, error)
+        try:
+            lost = fanout.lost
+            self.fleet.go_on(lost=[index for index, name in enumerate(self._outlets) if name in lost])
         except LockstepError as error:
             log.warning("after the abort of version %s the engine does not answer: %s", manifest.version, error)
-            self.fleet.served = [
-                replace(served, stale=f"{served.stale or reason}; then: {error}") for served in self.fleet.served
-            ]
         finally:
             self._gate.open()
 
@@ -229,27 +237,36 @@ class VllmEngine(SharedEngine):
         self.abort("the engine is being restarted")
         for index in self.fleet.restart():
             assert self._transport is not None
-            self._outlets[index].control = RpcControl(self.fleet.replicas[index], self._transport)
+            self._outlets[_name(index)].control = RpcControl(self.fleet.replicas[index], self._transport)
         self._gate.open()
 
     def close(self) -> None:
         """See `Engine.close`. Servers that lockstep did not start keep running, with what they serve."""
-        for outlet in self._outlets:
+        for outlet in self._outlets.values():
             outlet.close()
-        self._outlets = []
+        if self._fanout is not None:
+            self._fanout.close()
+        self._outlets, self._fanout = {}, None
         self.fleet.close()
 
-    def _make_outlets(self, folder: Path | None, host: str) -> list[Outlet]:
+    def _updating(self) -> Fanout:
+        if self._fanout is None:
+            raise TransportError("this rank only generates; the rank that started or connected the engine updates it")
+        return self._fanout
+
+    def _make_outlets(self, folder: Path | None, host: str) -> dict[str, Outlet]:
+        """By name, in the order of the replicas."""
         if self._transport is None:
-            return []
-        controls = [RpcControl(replica, self._transport) for replica in self.fleet.replicas]
+            return {}
+        controls = {_name(i): RpcControl(replica, self._transport) for i, replica in enumerate(self.fleet.replicas)}
         if self._transport == "shm":
-            return [ShmOutlet(control) for control in controls]
+            return {name: ShmOutlet(control) for name, control in controls.items()}
         if self._transport == "collective":
-            return [CollectiveOutlet(control, host=host, token=self.fleet.token) for control in controls]
+            token = self.fleet.token
+            return {name: CollectiveOutlet(control, host=host, token=token) for name, control in controls.items()}
         if folder is None:
             raise ConfigError("the transport disk needs a folder that trainer and engine both see")
-        return [DiskOutlet(control, folder / f"replica-{index}") for index, control in enumerate(controls)]
+        return {name: DiskOutlet(control, folder / name.replace(" ", "-")) for name, control in controls.items()}
 
     def _round(
         self, rows: Sequence[_Row], sampling: Sampling, draw: Draw, done: dict[tuple[int, int], Sample]
@@ -295,11 +312,7 @@ class VllmEngine(SharedEngine):
         self._gate.close(why, drain_s=self._timeout_s if self._on_update == "drain" else None)
         try:
             self.fleet.stop_generating(abort=self._on_update == "pause")
-        except BaseException as error:
-            try:
-                self.fleet.go_on()  # nothing was overwritten yet: replicas that are paused by now must not stay so
-            except LockstepError as other:
-                log.warning("after a failed begin of version %s (%s): %s", manifest.version, error, other)
+        except BaseException:
             self._gate.open()
             raise
 
@@ -307,14 +320,22 @@ class VllmEngine(SharedEngine):
         self.fleet.go_on()
         self._gate.open()
 
-    def _serve_adapter(self, version: int) -> None:
+    def _serve_adapter(self, fanout: Fanout, version: int) -> None:
         """All replicas load it before the first one serves it."""
-        name = f"{ADAPTER_PREFIX}{version}-{secrets.token_hex(4)}"
-        for replica in self.fleet.replicas:
-            replica.load_adapter(name, replica.call("stage", {})["path"])
-        for replica in self.fleet.replicas:
-            unread = replica.call("serve", {"name": name})["not_read_back"]
+        adapter = f"{ADAPTER_PREFIX}{version}-{secrets.token_hex(4)}"
+        replicas = dict(zip(self._outlets, self.fleet.replicas, strict=True))
+
+        def load(name: str) -> None:
+            replicas[name].load_adapter(adapter, replicas[name].call("stage", {})["path"])
+
+        def serve(name: str) -> None:
+            unread = replicas[name].call("serve", {"name": adapter})["not_read_back"]
             if unread:
-                log.info(
-                    "%d tensors of the adapter could not be read back from vLLM, first %s", len(unread), unread[:3]
-                )
+                log.info("%s: %d tensors of the adapter are not read back, first %s", name, len(unread), unread[:3])
+
+        fanout.each("loading the adapter", load)
+        fanout.each("serving the adapter", serve)
+
+
+def _name(index: int) -> str:
+    return f"replica {index}"

@@ -32,7 +32,7 @@ def check_for_vllm(sampling: Sampling) -> None:
 
 def row_seed(draw: Draw, slot: int, index: int) -> int:
     """Seed of one sample's random numbers, below 2**63: the same for any batch, rank or replica."""
-    entropy = [draw.seed % 2**64, draw.step % 2**64, slot, index]
+    entropy = [draw.seed % 2**64, draw.step % 2**64, slot, index, *([draw.turn] if draw.turn else [])]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
