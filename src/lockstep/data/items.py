@@ -19,6 +19,8 @@ from lockstep.types import ScoredSample, TrainItem
 class ItemBatch:
     items: list[TrainItem]
     """This rank's."""
+    places: list[int]
+    """Of `items`, among the samples that were given."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The same on every rank: frac_reward_zero_std (share of groups whose samples all earn the same, before any KL);
     kl_reward (what a KL in the reward takes per token), where there is one."""
@@ -44,6 +46,7 @@ def make_items(
     world: World,
     *,
     token_rewards: Sequence[Sequence[float]] | None = None,
+    token_advantages: Sequence[tuple[float, ...]] | None = None,
 ) -> ItemBatch:
     """Collective. Items for one update.
 
@@ -52,29 +55,37 @@ def make_items(
     but in reinforce_pp a token is credited with those that follow it. What stands at observation tokens counts nowhere.
     Leaves out groups without spread (`drop_zero_std`, where samples are compared within groups) and completions cut at
     max_new_tokens (`mask_truncated`): a sample left out still counts in its group's baseline.
+    `token_advantages`: one per id of each sample, what a critic makes of both (`Critic.estimate`); gae needs it.
     """
     mine = _gather(scored, token_rewards, world)
-    by_token: list[tuple[float, ...]] | None = None
-    if train.algorithm == "reinforce_pp" and token_rewards is not None:
+    by_token, values = token_advantages, [0.0] * len(mine.rewards)
+    if train.algorithm == "gae":
+        if token_advantages is None:
+            raise ValueError("train.algorithm gae: expected token_advantages, which a critic makes; none came")
+    elif train.algorithm == "reinforce_pp" and token_rewards is not None:
         by_token = _whitened_returns(scored, token_rewards, world)
-        values = [0.0] * len(mine.rewards)
     else:
         values = advantages(mine.rewards, mine.groups, algorithm=train.algorithm, lengths=mine.lengths)
-    flat = zero_std_groups(mine.rewards, mine.groups) if train.drop_zero_std and uses_groups(train.algorithm) else set()
-    items = [
-        TrainItem(
-            item.sample.prompt.ids,
-            item.sample.ids,
-            item.sample.logprobs,
-            values[mine.start + index],
-            item.sample.slot,
-            None if by_token is None else by_token[index],
-            item.sample.loss_mask,
-        )
+    drops = train.drop_zero_std and train.algorithm != "gae" and uses_groups(train.algorithm)
+    flat = zero_std_groups(mine.rewards, mine.groups) if drops else set()
+    places = [
+        index
         for index, item in enumerate(scored)
         if item.sample.slot not in flat and not (train.mask_truncated and item.sample.finish == "length")
     ]
-    return ItemBatch(items, _metrics(mine, with_kl=token_rewards is not None))
+    items = [
+        TrainItem(
+            sample.prompt.ids,
+            sample.ids,
+            sample.logprobs,
+            values[mine.start + index],
+            sample.slot,
+            None if by_token is None else by_token[index],
+            sample.loss_mask,
+        )
+        for index, sample in ((index, scored[index].sample) for index in places)
+    ]
+    return ItemBatch(items, places, _metrics(mine, with_kl=token_rewards is not None))
 
 
 def _gather(scored: Sequence[ScoredSample], token_rewards: Sequence[Sequence[float]] | None, world: World) -> _Gathered:
