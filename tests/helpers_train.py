@@ -81,6 +81,9 @@ class Unsharded:
         self.clipped = whole_gradients(self)
         return float(nn.utils.clip_grad_norm_([parameter for _, parameter in self.trainable()], max_norm))
 
+    def compute_dtypes(self) -> frozenset[torch.dtype]:
+        return frozenset(parameter.dtype for parameter in self.module.parameters())
+
     def adapter_off(self) -> AbstractContextManager[None]:
         return reference_policy(cast(PeftModel, self.module))
 

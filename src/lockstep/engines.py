@@ -33,7 +33,7 @@ from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.rollout.vllm_server import VllmServer
 from lockstep.types import Sampling
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Connect = Callable[[Mapping[str, Any]], SharedEngine]
 """A shared engine's handle in, this rank's view of it out."""
@@ -69,7 +69,9 @@ def start_engine(
 
 def embedded_engine(config: Config, files: ModelFiles, tokenizer: PreTrainedTokenizerBase, world: World) -> HFEngine:
     """transformers in this process, with weights of its own: the checkpoint's. Not collective."""
-    model = load_whole(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention, device=world.device)
+    # flex_attention compiles for every length, and a decode step has one more token than the last.
+    attention = "sdpa" if config.model.attention == "flex_attention" else config.model.attention
+    model = load_whole(files, dtype=DTYPES[config.model.dtype], attention=attention, device=world.device)
     return HFEngine(
         model,
         tokenizer=tokenizer,

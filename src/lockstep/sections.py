@@ -51,11 +51,13 @@ class ModelConfig(Section):
     path: str = Field(
         description="folder of a transformers checkpoint, or package:NAME for a GGUF file in an installed package"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype of the frozen base, trainer and engine alike"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="dtype of the frozen base, trainer and engine alike; float16 scales the loss (docs/numerics.md)",
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        default="sdpa", description="transformers' attention kernel"
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        default="sdpa",
+        description="transformers' attention kernel; flex_attention trains on CUDA only, and the embedded engine then uses sdpa",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -274,13 +276,21 @@ class TrainConfig(Section):
         description="leave groups whose rewards are all equal out of the update (only KL and entropy would give them a gradient)",
     )
     mask_truncated: bool = Field(default=False, description="leave completions cut at max_new_tokens out of the loss")
-    packing: Literal["padded", "packed", "shared_prefix"] = Field(
-        default="shared_prefix",
-        description="padded: a row per sample; packed: samples in a row; shared_prefix: a group's prompt computed once",
+    packing: Literal["auto", "padded", "packed", "shared_prefix"] = Field(
+        default="auto",
+        description="padded: a row per sample; packed: samples in a row; shared_prefix: a group's prompt computed once; auto: the "
+        "last of these that the model can do, with a warning where it is not the last",
     )
     micro_batch_tokens: PositiveInt = Field(
         default=8192,
         description="tokens of one forward and backward pass, per rank",
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="keep the optimizer's state in host memory between steps (no effect on a CPU)"
+    )
+    offload_activations: bool = Field(
+        default=False,
+        description="keep what forward saves for backward in host memory until backward (no effect on a CPU)",
     )
 
     @model_validator(mode="after")

@@ -134,12 +134,15 @@ def check_packing_supported(config: Any, mode: Packing) -> None:
     need, beyond that, that a mask given as a whole is the only thing that limits attention. A config cannot tell
     everything: `train.logprobs.probe_packing` asks the model itself.
     """
-    if mode == "padded":
-        return
-    reason = _refusal(config.get_text_config(), mode)
+    reason = why_not(config, mode)
     if reason:
         advice = "packed or padded" if reason.startswith("flash") else "padded"
         raise ModelError(f"train.packing: {mode} cannot be used with {config.model_type}: {reason}; use {advice}")
+
+
+def why_not(config: Any, mode: Packing) -> str:
+    """What a transformers config says against `mode`; empty where it says nothing."""
+    return "" if mode == "padded" else _refusal(config.get_text_config(), mode)
 
 
 _STATE_FIELDS = ("state_size", "ssm_state_size", "mamba_d_state", "lru_width", "rescale_every", "chunkwise_kernel")
@@ -155,11 +158,9 @@ def _refusal(text: Any, mode: Packing) -> str:
         return "recurrent or sparse layers carry one item's state into the next"
     if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
         return "its ALiBi bias ignores position_ids"
-    if mode == "packed" and "mrope_section" in (getattr(text, "rope_parameters", None) or {}):
-        return "with multimodal (3-D) positions transformers does not look for packed sequences"
     if mode == "packed":
         return ""
-    if kernel not in ("sdpa", "eager"):
+    if kernel not in ("sdpa", "eager", "flex_attention"):
         return f"{kernel.removesuffix('_2')} attention (model.attention) cannot take a 4-D mask"
     windowed = layer_types - {"full_attention"} or (not layer_types and getattr(text, "sliding_window", None))
     if windowed or any(getattr(text, name, None) for name in ("attention_chunk_size", "attention_types")):

@@ -49,12 +49,17 @@ class ShardedModel(Protocol):
         """Inside, the forward is the reference policy's. Not collective by itself; every rank enters it alike."""
         ...
 
-    def root_gathered(self) -> AbstractContextManager[None]:
-        """Collective, entering. Inside, the root unit's parameters (as a rule embedding, last norm and head) are whole on every
-        rank, so that its modules can be called by themselves; not within this model's own forward or backward.
+    def gathered(self, part: nn.Module) -> AbstractContextManager[None]:
+        """Collective, entering. Inside, the parameters of a module of the live model are whole on every rank, so that its `forward`
+        (not the call, whose hooks may gather and free) works by itself, as often as each rank likes.
 
-        Takes one root unit of memory. Other units gather when they are called, as ever. Read only, without gradients.
+        After the model's first forward, and not within one; without gradients. Takes the memory of the units that hold the
+        parameters, and FSDP1 keeps a root's afterwards.
         """
+        ...
+
+    def compute_dtypes(self) -> frozenset[torch.dtype]:
+        """Floating dtypes that forward and backward compute in: the parameters' own, and those FSDP casts them to."""
         ...
 
     def settle(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
@@ -138,11 +138,17 @@ class FSDP1Model(LiveModel):
             holdings[tensor.name] = plain[tensor.name] if flat is None else flat
         super().__init__(module, copy, plan, world, holdings, empty=empty)
 
-    def root_gathered(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, part: nn.Module) -> Iterator[None]:
         """Collective. After a forward without backward FSDP1 keeps the root's memory in any case."""
-        if not isinstance(self.module, FullyShardedDataParallel):
-            return nullcontext()
-        return FullyShardedDataParallel.summon_full_params(self.module, recurse=False, writeback=False)
+        with ExitStack() as opened:
+            for unit in self._holders(part):
+                if isinstance(unit, FullyShardedDataParallel):
+                    opened.enter_context(unit.summon_full_params(unit, recurse=False, writeback=False))
+            yield
+
+    def _cast_to(self) -> Iterator[torch.dtype | None]:
+        return (wrapper.mixed_precision.param_dtype for wrapper in self._wrappers)
 
     def set_gradient_sync(self, on: bool) -> None:
         for wrapper in self._wrappers:  # what `no_sync()` does, which is a context manager

@@ -120,6 +120,9 @@ class FSDP2Model(LiveModel):
         plan = plan or plan_of(plain, unit_names(module, FSDPModule))
         super().__init__(module, plain, plan, world, {tensor.name: held[tensor.name] for tensor in plan.parameters})
 
+    def _cast_to(self) -> Iterator[torch.dtype | None]:
+        return (unit._get_fsdp_state()._mp_policy.param_dtype for unit in self._units)
+
     def set_gradient_sync(self, on: bool) -> None:
         for unit in self._units:
             unit.set_requires_gradient_sync(on, recurse=False)
@@ -138,10 +141,11 @@ class FSDP2Model(LiveModel):
             unit.reshard()
 
     @contextmanager
-    def root_gathered(self) -> Iterator[None]:
-        """Collective, unless the last forward left it gathered."""
-        if isinstance(self.module, FSDPModule):
-            self.module.unshard()
+    def gathered(self, part: nn.Module) -> Iterator[None]:
+        """Collective, unless the last forward left it gathered; all units are shards afterwards."""
+        for unit in self._holders(part):
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
         try:
             yield
         finally:

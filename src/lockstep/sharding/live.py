@@ -148,9 +148,29 @@ class LiveModel:
                 seen.add(id(held.trained))
                 yield grad.to_local() if isinstance(grad, DTensor) else grad, held.is_owner
 
-    def root_gathered(self) -> AbstractContextManager[None]:
+    def gathered(self, part: nn.Module) -> AbstractContextManager[None]:
         """Nothing to do, unless the backend says otherwise."""
         return nullcontext()
+
+    def _holders(self, part: nn.Module) -> list[nn.Module]:
+        """The live modules, wrappers and all, of the units that hold a live module's parameters; in plan order."""
+        path = next(name for name, live in walk(self.module) if live is unwrap(part))
+        places = outermost(self.module)
+        out = []
+        for unit in self.plan.units:
+            names = (name for tensor in unit.parameters for name in (tensor.name, *tensor.aliases))
+            if any(name.startswith(f"{path}.") for name in names):
+                parent, key = places[unit.module][0] if unit.module else (None, "")
+                out.append(self.module if parent is None else cast(nn.Module, parent._modules[key]))
+        return out
+
+    def compute_dtypes(self) -> frozenset[torch.dtype]:
+        own = {tensor.dtype for tensor in self.plan.parameters if tensor.dtype.is_floating_point}
+        return frozenset(own | {dtype for dtype in self._cast_to() if dtype is not None})
+
+    def _cast_to(self) -> Iterator[torch.dtype | None]:
+        """What the backend casts gathered parameters to, unit by unit."""
+        return iter(())
 
     def settle(self) -> None:
         """Nothing to do, unless the backend says otherwise."""

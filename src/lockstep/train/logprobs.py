@@ -30,6 +30,7 @@ from lockstep.data.packing import MicroBatch, Packing, pack
 from lockstep.errors import LockstepError, ModelError
 from lockstep.sampling import sampling_logprobs
 from lockstep.train.distill import Answer, Taught
+from lockstep.train.model_inputs import model_inputs
 from lockstep.types import Sampling, TrainItem
 
 CHANGES_LOGITS = (
@@ -121,6 +122,13 @@ def probe_packing(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id
     Raises `ModelError` with the difference if the model computes something else when packed, e.g. because it ignores
     position_ids when it builds its mask. Complements `data.packing.check_packing_supported`, which reads the config.
     """
+    fault = packing_fault(model, packing_gap(model, mode, sampling=sampling, pad_id=pad_id), mode)
+    if fault:
+        raise ModelError(f"train.packing: {fault}; use padded")
+
+
+def packing_gap(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id: int) -> float:
+    """Collective where the model is sharded. The largest difference of log-probabilities between `mode` and `padded`."""
     config = cast(Any, model).config.get_text_config()
     words = [(7 * i + 3) % config.vocab_size for i in range(40)]
     long, short = tuple(words[:20]), tuple(words[20:24])
@@ -132,13 +140,18 @@ def probe_packing(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id
     with torch.no_grad():
         plain, other = (_logprobs_of(model, items, layout, sampling, pad_id) for layout in ("padded", mode))
     model.train(was_training)
-    gap = float((plain - other).abs().max())
+    return float((plain - other).abs().max())
+
+
+def packing_fault(model: nn.Module, gap: float, mode: Packing) -> str:
+    """What a `packing_gap` says against a mode; empty where rounding explains it."""
     dtype = next(model.parameters()).dtype
-    if not gap <= PROBE_TOLERANCE.get(dtype, PROBE_TOLERANCE[torch.bfloat16]):
-        raise ModelError(
-            f"train.packing: {mode} gives {config.model_type} other log-probabilities than padded (they differ by {gap:.2g} "
-            f"in {dtype}): its attention does not follow position_ids or the mask; use padded"
-        )
+    if gap <= PROBE_TOLERANCE.get(dtype, PROBE_TOLERANCE[torch.bfloat16]):
+        return ""
+    return (
+        f"{mode} gives {cast(Any, model).config.get_text_config().model_type} other log-probabilities than padded (they differ by "
+        f"{gap:.2g} in {dtype}): its attention does not follow position_ids or the mask"
+    )
 
 
 def _logprobs_of(model: nn.Module, items: list[TrainItem], mode: Any, sampling: Sampling, pad_id: int) -> Tensor:
@@ -158,7 +171,7 @@ def _whole_logits(lm: PreTrainedModel, head: nn.Module, batch: MicroBatch) -> Te
     """[N, V] in the model's dtype, as its forward changes them behind the head."""
     forward = cast(Callable[[Tensor], Tensor], head.forward)
     with _forward_replaced(head, lambda hidden_BTD: forward(_select(hidden_BTD, batch))[None]):
-        return lm(**_inputs(lm, batch)).logits[0]
+        return lm(**model_inputs(lm, batch)).logits[0]
 
 
 def _forward_with_head(
@@ -172,7 +185,7 @@ def _forward_with_head(
         return given[-1]
 
     with _forward_replaced(head, forward):
-        handed_through = lm(**_inputs(lm, batch)).logits
+        handed_through = lm(**model_inputs(lm, batch)).logits
     if len(given) != 1 or handed_through is not given[0]:
         raise LockstepError(
             f"{type(lm).__name__} ran its head {len(given)} times or changed what it returned; expected one unchanged "
@@ -183,19 +196,6 @@ def _forward_with_head(
 
 def _changes_logits(lm: PreTrainedModel) -> bool:
     return any(getattr(lm.config.get_text_config(), name, None) is not None for name in CHANGES_LOGITS)
-
-
-def _inputs(lm: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
-    """The forward's arguments, in the form that the model's attention kernel takes."""
-    kernel = str(lm.config.get_text_config()._attn_implementation)
-    ids, positions, mask = batch.input_ids, batch.position_ids, batch.attention_mask()
-    if batch.mode == "packed" and kernel.startswith("flash"):
-        # Flash attention looks for packed sequences in a single row only; blocks start at 0, so rows can be chained.
-        ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
-    if mask is not None and mask.ndim == 4 and kernel == "eager":
-        # Eager attention adds a 4-D mask to the scores: a boolean one would add 1 where it should allow (no error).
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    return {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
 
 
 def _select(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:

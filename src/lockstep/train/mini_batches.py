@@ -95,7 +95,9 @@ class Planner:
         if not flat:
             return []
         mine = [[items[place] for place in places] for places in flat]
-        mode, max_tokens = self._train.packing, self._train.micro_batch_tokens
+        # Whoever did not have `auto` decided (`train/choices.py`) gets the layout that is right for every model.
+        mode = "padded" if self._train.packing == "auto" else self._train.packing
+        max_tokens = self._train.micro_batch_tokens
         with all_or_none(self._world, "packing"):
             _check_lengths(items)
             packed = [pack(each, mode=mode, max_tokens=max_tokens, pad_id=self._pad_id) for each in mine]

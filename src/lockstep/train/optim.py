@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from lockstep.config import TrainConfig
 from lockstep.errors import ModelError
+from lockstep.train.offload import HostState, local_of
 
 
 def lr_at(step: int, train: TrainConfig, num_steps: int) -> float:
@@ -40,7 +41,7 @@ def lr_at(step: int, train: TrainConfig, num_steps: int) -> float:
 
 class Optimizer:
     """AdamW over named parameters, in one group and in the order given. `torch` is the plain `torch.optim.AdamW`, or, where a
-    parameter is bf16, a `MasterAdamW`."""
+    parameter is bf16, a `MasterAdamW`. With `train.offload_optimizer` its state lies in host memory between steps."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, train: TrainConfig, num_steps: int):
         """Raises `ModelError` if there is nothing to train, or a parameter is neither fp32 nor bf16."""
@@ -49,8 +50,8 @@ class Optimizer:
         for name, parameter in parameters:
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise ModelError(
-                    f"{name} is {parameter.dtype}; AdamW here takes float32 or bfloat16 parameters (float16 gradients would "
-                    "need scaling); keep the adapter in float32"
+                    f"{name} is {parameter.dtype}; AdamW here takes float32 or bfloat16 parameters (float16 ones "
+                    "would lose most updates); keep the adapter in float32, over a float16 base too"
                 )
         self.names = tuple(name for name, _ in parameters)
         self._parameters = [parameter for _, parameter in parameters]
@@ -63,12 +64,19 @@ class Optimizer:
         self.torch: torch.optim.Optimizer = kind(
             self._parameters, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, foreach=uniform
         )
+        self._host = HostState(self.torch) if train.offload_optimizer else None
 
     def lr(self, step: int) -> float:
         return lr_at(step, self._train, self._num_steps)
 
     def zero_grad(self) -> None:
         self.torch.zero_grad(set_to_none=True)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient in place."""
+        grads = [local_of(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def step(self, lr: float) -> None:
         """One AdamW update at rate `lr`.
@@ -81,7 +89,7 @@ class Optimizer:
                 parameter.grad = torch.zeros_like(parameter)
         for group in self.torch.param_groups:
             group["lr"] = lr
-        self.torch.step()
+        (self._host or self.torch).step()
 
 
 class MasterAdamW(torch.optim.Optimizer):

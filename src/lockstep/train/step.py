@@ -25,11 +25,14 @@ from lockstep.data.packing import MicroBatch
 from lockstep.dist import World, data_phase, sum_stats
 from lockstep.errors import LockstepError
 from lockstep.sharding.base import ShardedModel
+from lockstep.train.choices import by_config
 from lockstep.train.kl import kl_reward
 from lockstep.train.logprobs import TokenLogprobs, token_logprobs
+from lockstep.train.loss_scale import LossScaler
 from lockstep.train.mini_batches import ByItem, MiniBatch, Planner
 from lockstep.train.mismatch import MismatchSums, mismatch_over_ranks, mismatch_sums
 from lockstep.train.objective import Objective, rollout_logprobs
+from lockstep.train.offload import activations_on_host
 from lockstep.train.optim import Optimizer
 from lockstep.types import Sample, Sampling, Stat, TrainItem
 
@@ -40,7 +43,9 @@ class StepStats:
 
     stats: dict[str, Stat]
     grad_norm: float | None
-    """Global L2 norm before clipping; None: its KL was above `train.stop_kl`, and no optimizer step was taken."""
+    """Global L2 norm before clipping; None: no optimizer step was taken, since its KL was above `train.stop_kl`, or `overflowed`."""
+    overflowed: bool = False
+    """Over a float16 base: the enlarged gradient was not finite (`train/loss_scale.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,8 @@ class UpdateResult:
 
     stats: dict[str, Stat]
     """Over all ranks and mini-batches: those of `losses.actor_loss`, and loss. Besides: skipped (1 where there was nothing
-    to train on; the others then have count 0)."""
+    to train on; the others then have count 0); over a float16 base grad_overflow (share of optimizer steps left out) and
+    loss_scale (the next step's)."""
     mismatch: MismatchSums
     """Over all ranks: trainer, before the update, against engine on the sampled tokens."""
     grad_norm: float
@@ -66,7 +72,7 @@ class UpdateResult:
 
 
 class Actor:
-    """The policy's update. Holds no state of its own beyond the model and the optimizer."""
+    """The policy's update. Holds no state of its own beyond the model, the optimizer and, over a float16 base, the `scaler`."""
 
     def __init__(
         self,
@@ -81,8 +87,10 @@ class Actor:
         seed: int = 0,
     ):
         """`seed`: of what mini-batches hold. Raises `ValueError` as `Objective.of`."""
+        train = by_config(train, sharded.module)
         self.sharded = sharded
         self.optimizer = optimizer
+        self.scaler = LossScaler() if torch.float16 in sharded.compute_dtypes() else None
         self.world = world
         self.objective = Objective.of(train, max_new_tokens=max_new_tokens)
         self._train = train
@@ -98,7 +106,8 @@ class Actor:
         a completion token there is no gradient, and no step is taken: all ranks agree on it, since they compare the global
         count. Raises, on every rank and without (another) step: `ValueError` (`LockstepError` on the ranks that are not to
         blame) for an item whose prompt is empty or whose logprobs are not one per token, `LockstepError` if the gradient is
-        not finite, `RankMissing` if a rank is lost.
+        not finite (over a float16 base: if the loss is not, or the gradient however little it is enlarged), `RankMissing` if a
+        rank is lost.
         """
         epochs = self._planner.deal(items, seed=f"{self._seed} {step}")
         plan = self._planner.pack(epochs, items)
@@ -106,7 +115,7 @@ class Actor:
         first = [mini for mini in plan if mini.is_first_epoch]
         num_tokens = sum(mini.num_tokens for mini in first)
         if num_tokens == 0:
-            stats = self.objective.empty_stats() | {"skipped": Stat(1.0, 1.0)}
+            stats = self.objective.empty_stats() | {"skipped": Stat(1.0, 1.0)} | self._scaling(())
             return UpdateResult(stats, MismatchSums(), grad_norm=0.0, lr=lr, num_tokens=0)
         with data_phase(self.world, f"update {step}"):
             old = self._score_all(first, policy="current") if len(plan) > 1 else None
@@ -117,9 +126,9 @@ class Actor:
             result, part = self._optimizer_step(mini, old, reference, lr, step=step)
             done.append(result)
             mismatch += part
-            if result.grad_norm is None:
+            if result.grad_norm is None and not result.overflowed:
                 break
-        return _result(done, mismatch_over_ranks(mismatch, self.world), lr, num_tokens)
+        return _result(done, self._scaling(done), mismatch_over_ranks(mismatch, self.world), lr, num_tokens)
 
     def kl_rewards(self, samples: Sequence[Sample]) -> list[tuple[float, ...]] | None:
         """Collective. Token rewards -kl_coef * KL to the reference of this rank's samples, one per id (0 at observations); None
@@ -173,14 +182,12 @@ class Actor:
         self.optimizer.zero_grad()
         with data_phase(self.world, f"update {step}"):
             mine, mismatch = self._accumulate(mini, old, reference)
-            stats = None
-            if self._train.stop_kl:
-                stats = self._summed(mine, mini)
-                if stats["approx_kl"].mean > self._train.stop_kl:
-                    self.optimizer.zero_grad()
-                    return StepStats(stats, None), mismatch
-            grad_norm = self._clip_and_step(lr, step=step)
-        return StepStats(stats or self._summed(mine, mini), grad_norm), mismatch
+            stats = self._summed(mine, mini)
+            if self._train.stop_kl and stats["approx_kl"].mean > self._train.stop_kl:
+                self.optimizer.zero_grad()
+                return StepStats(stats, None), mismatch
+            grad_norm = self._clip_and_step(lr, step=step, loss=stats["loss"].total)
+        return StepStats(stats, grad_norm, overflowed=grad_norm is None), mismatch
 
     def _summed(self, mine: dict[str, Stat], mini: MiniBatch) -> dict[str, Stat]:
         """Collective."""
@@ -196,13 +203,14 @@ class Actor:
         the last micro-batch.
         """
         self.sharded.module.train()
-        scale = self.world.size / mini.denominator
+        scale = self.world.size / mini.denominator * (self.scaler.scale if self.scaler else 1.0)
+        kept = activations_on_host if self._train.offload_activations else nullcontext
         stats: dict[str, Stat] = defaultdict(lambda: Stat(0.0, 0.0))
         mismatch = MismatchSums()
         for number, batch in enumerate(mini.batches, start=1):
             self.sharded.set_gradient_sync(number == len(mini.batches))
             before = mini.join(old, batch)
-            with record_function("train::forward"):
+            with record_function("train::forward"), kept():
                 scored = self._score(batch, with_entropy=True)
                 sums = self.objective.loss(scored, batch, mini.items, old=before, reference=mini.join(reference, batch))
             with record_function("train::backward"):
@@ -215,13 +223,21 @@ class Actor:
         self.sharded.module.eval()
         return dict(stats), mismatch
 
-    def _clip_and_step(self, lr: float, *, step: int) -> float:
-        """Collective. The norm before clipping is global, so all ranks step or all raise."""
+    def _clip_and_step(self, lr: float, *, step: int, loss: float) -> float | None:
+        """Collective. The norm before clipping is global, so all ranks step, or none: then all raise, or, over a float16 base
+        where only the gradient is not finite, all go on (None)."""
         with record_function("train::clip and step"):
+            if self.scaler is not None:
+                self.optimizer.scale_gradients(1 / self.scaler.scale)
             grad_norm = self.sharded.clip_grad_norm(self._train.max_grad_norm)
             if math.isfinite(grad_norm):
                 self.optimizer.step(lr)
             self.optimizer.zero_grad()
+        if self.scaler is not None and math.isfinite(loss):
+            if not math.isfinite(grad_norm):
+                self.scaler.overflowed(step=step)
+                return None
+            self.scaler.stepped()
         if not math.isfinite(grad_norm):
             raise LockstepError(
                 f"step {step}: the gradient norm is {grad_norm}, expected a finite number; no optimizer step was taken. "
@@ -229,13 +245,21 @@ class Actor:
             )
         return grad_norm
 
+    def _scaling(self, done: Sequence[StepStats]) -> dict[str, Stat]:
+        if self.scaler is None:
+            return {}
+        overflows = Stat(float(sum(each.overflowed for each in done)), float(len(done)))
+        return {"grad_overflow": overflows, "loss_scale": Stat(self.scaler.scale, 1.0)}
 
-def _result(done: Sequence[StepStats], mismatch: MismatchSums, lr: float, num_tokens: int) -> UpdateResult:
+
+def _result(
+    done: Sequence[StepStats], scaling: dict[str, Stat], mismatch: MismatchSums, lr: float, num_tokens: int
+) -> UpdateResult:
     names = done[0].stats
     stats = {name: sum((each.stats[name] for each in done), Stat(0.0, 0.0)) for name in names}
     norms = [each.grad_norm for each in done if each.grad_norm is not None]
     return UpdateResult(
-        stats | {"skipped": Stat(0.0, 1.0)},
+        stats | {"skipped": Stat(0.0, 1.0)} | scaling,
         mismatch,
         grad_norm=math.fsum(norms) / len(norms) if norms else 0.0,
         lr=lr,
