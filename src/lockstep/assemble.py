@@ -22,7 +22,7 @@ from lockstep.data.prompts import encode_prompts
 from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
-from lockstep.dist import World, all_or_none, data_phase
+from lockstep.dist import World, all_or_none
 from lockstep.engines import DTYPES, make_sampling, start_engine
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
@@ -35,7 +35,7 @@ from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fill import fill
 from lockstep.sharding.plan import LayerClasses, plan_sharding
 from lockstep.sharding.shard import shard
-from lockstep.train.logprobs import probe_packing
+from lockstep.train.choices import decide
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
 from lockstep.types import Prompt, Sampling
@@ -76,7 +76,11 @@ class Parts:
 
 
 def check_world(config: Config, world: World) -> None:
-    """Raises `ConfigError` when a rank would have no prompt."""
+    """Raises `ConfigError` when a rank would have no prompt, or a kernel that cannot train on its device."""
+    if config.model.attention == "flex_attention" and world.device.type == "cpu":
+        raise ConfigError(
+            "model.attention is flex_attention, and this run is on a CPU, where torch's flex_attention has no backward; use sdpa"
+        )
     if world.size > config.rollout.prompts_per_step:
         raise ConfigError(
             f"{world.size} ranks share rollout.prompts_per_step={config.rollout.prompts_per_step} prompts: every rank needs "
@@ -97,8 +101,8 @@ def assemble(config: Config, world: World) -> Parts:
     try:
         sampling = make_sampling(config, engine.eos_ids)
         pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-        with data_phase(world, "probing the packing"):
-            probe_packing(sharded.module, config.train.packing, sampling=sampling, pad_id=pad_id)
+        train = decide(config.train, sharded.module, world, sampling=sampling, pad_id=pad_id)
+        config = config.model_copy(update={"train": train})
         sharded.settle()
         optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
         actor = Actor(
@@ -125,7 +129,7 @@ def assemble(config: Config, world: World) -> Parts:
     except BaseException:
         engine.close()
         raise
-    state = TrainState(sharded, optimizer.torch)
+    state = TrainState(sharded, optimizer.torch, actor.scaler)
     return Parts(data, sampling, serving, sharded, actor, state, dropout_of(sharded.module))
 
 
@@ -191,7 +195,8 @@ def make_canary(
 def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedModel:
     """Collective. Empty model, LoRA, plan, shard, fill: no rank holds the whole base."""
     empty = build_empty(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention)
-    check_packing_supported(empty.config, config.train.packing)
+    if config.train.packing != "auto":
+        check_packing_supported(empty.config, config.train.packing)  # before any weights are read
     model = inject_lora(empty, config.lora, seed=config.run.seed, files=files)
     if config.model.gradient_checkpointing:
         with while_recomputing():

@@ -43,6 +43,7 @@ from lockstep.files import (
 )
 from lockstep.names import clean_name, is_adapter_name
 from lockstep.sharding.base import ShardedModel
+from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optim import MasterAdamW
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class TrainState:
 
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None = None
+    """Over a float16 base. The same on every rank, so it stands in `files.json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ def save(folder: Path, state: TrainState, *, step: int, keep: int, extra: dict[s
     with all_or_none(world, "finishing a checkpoint"):
         if world.is_main:
             meta = {"step": step, "world_size": world.size, **(extra or {}), "files": describe_files(draft)}
+            if state.scaler is not None:
+                meta["loss_scaler"] = state.scaler.state()
             atomic_write_text(draft / FILE_LIST, json.dumps(meta, indent=1))
             commit_dir(draft, target)
             _delete_old(folder, keep, upto=step)
@@ -133,7 +138,10 @@ def load(found: Found, state: TrainState) -> dict[str, Any]:
     for name, _ in state.sharded.trainable():
         state.sharded.write_local(name, parts[f"adapter.{name}"].elements)
     state.sharded.copy_to_replicas()
-    return json.loads((found.path / FILE_LIST).read_text())
+    meta = json.loads((found.path / FILE_LIST).read_text())
+    if state.scaler is not None and "loss_scaler" in meta:  # not there after steps in another dtype
+        state.scaler.load(meta["loss_scaler"])
+    return meta
 
 
 def save_adapter_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:

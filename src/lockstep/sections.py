@@ -191,6 +191,10 @@ class EngineConfig(Section):
         default="drain",
         description="requests under way when an update begins: wait for them, or abort them and sample them anew afterwards",
     )
+    dtype: Literal["model", "float32", "bfloat16", "float16"] = Field(
+        default="model",
+        description="what the engine holds its weights in, hf included; model: model.dtype. Another one: updates are rounded to it once",
+    )
     args: tuple[str, ...] = Field(default=(), description="more arguments of the server's command line")
 
 
@@ -427,6 +431,10 @@ def _check_critic(config: Config) -> None:
     if algorithm != "gae":
         raise ValueError(
             f"a critic is given, and train.algorithm: {algorithm} has no use for one; use gae, or leave the section critic out"
+        )
+    if config.model.dtype == "float16":
+        raise ValueError(
+            "model.dtype float16 needs the loss scaled, and a critic's is not; use bfloat16 or float32, or leave the critic out"
         )
     if critic.warmup_steps >= config.run.num_steps:
         raise ValueError(
