@@ -23,7 +23,7 @@ from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
 from lockstep.dist import World, all_or_none
-from lockstep.engines import DTYPES, make_sampling, start_engine
+from lockstep.engines import DTYPES, engine_dtype, make_sampling, start_engine
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
 from lockstep.known_warnings import while_recomputing
@@ -116,12 +116,14 @@ def assemble(config: Config, world: World) -> Parts:
             seed=config.run.seed,
         )
         canary = make_canary(config, engine, sharded, data.train, sampling=sampling, world=world, pad_id=pad_id)
+        export = choose_export(config, engine, sharded)
         serving = Serving(
             engine,
             sharded,
-            export=choose_export(config, engine, sharded),
+            export=export,
             world=world,
             bucket_bytes=int(config.sync.bucket_mb * 2**20),
+            dtype=wire_dtype(config, engine, export),
             canary=canary,
             canary_every=config.canary.every_steps,
             connect=connect,
@@ -137,11 +139,14 @@ def choose_export(config: Config, engine: Engine, sharded: ShardedModel) -> Expo
     """Collective. What travels after each step. Raises `ConfigError` for what the engine does not take."""
     abilities = engine.abilities
     mode = config.sync.mode
-    if mode == "auto":
+    is_rounded = mode == "merged" and abilities.dtype != config.model.dtype
+    loss = None
+    if "merged" in abilities.kinds and (mode == "auto" or is_rounded):
         served = getattr(torch, abilities.dtype)
-        loss = None
-        if "merged" in abilities.kinds:
-            loss = measure_merge_loss(sharded, served=served, first_step_lr=config.train.lr)
+        loss = measure_merge_loss(sharded, served=served, first_step_lr=config.train.lr)
+    if is_rounded and loss is not None:
+        log.warning("merged updates are rounded from %s to the engine's dtype: %s", config.model.dtype, loss.said)
+    if mode == "auto":
         choice = choose_mode(loss, abilities)
         log.info("sync.mode auto: %s (%s)", choice.mode, choice.why)
         mode = choice.mode
@@ -150,6 +155,26 @@ def choose_export(config: Config, engine: Engine, sharded: ShardedModel) -> Expo
             f"sync.mode is {mode}, and this engine takes {', '.join(sorted(abilities.kinds))} updates; choose one of these, or auto"
         )
     return AdapterExport() if mode == "adapter" else MergedExport()
+
+
+def wire_dtype(config: Config, engine: Engine, export: Export) -> torch.dtype | None:
+    """What an update's floats are rounded to, once, before they travel; None: nothing is. See `engine.dtype`.
+
+    Raises `ConfigError` for an engine whose weights are not in what the recipe says: nothing is rounded that nobody asked for.
+    """
+    abilities = engine.abilities
+    if abilities.dtype != engine_dtype(config):
+        raise ConfigError(
+            f"the engine's weights are {abilities.dtype}, and by the recipe they are {engine_dtype(config)}: set engine.dtype to "
+            f"{abilities.dtype}, so that updates are rounded to it, or start the engine in the other dtype"
+        )
+    if isinstance(export, MergedExport):
+        return None if abilities.dtype == config.model.dtype else getattr(torch, abilities.dtype)
+    if abilities.adapter_dtype is None:
+        return None
+    if abilities.adapter_dtype != "float32":
+        log.info("adapters are rounded to %s, which is what the engine keeps them in", abilities.adapter_dtype)
+    return getattr(torch, abilities.adapter_dtype)
 
 
 def make_canary(

@@ -71,7 +71,7 @@ def embedded_engine(config: Config, files: ModelFiles, tokenizer: PreTrainedToke
     """transformers in this process, with weights of its own: the checkpoint's. Not collective."""
     # flex_attention compiles for every length, and a decode step has one more token than the last.
     attention = "sdpa" if config.model.attention == "flex_attention" else config.model.attention
-    model = load_whole(files, dtype=DTYPES[config.model.dtype], attention=attention, device=world.device)
+    model = load_whole(files, dtype=DTYPES[engine_dtype(config)], attention=attention, device=world.device)
     return HFEngine(
         model,
         tokenizer=tokenizer,
@@ -79,6 +79,11 @@ def embedded_engine(config: Config, files: ModelFiles, tokenizer: PreTrainedToke
         device=world.device,
         cache_tokens=config.rollout.batch_tokens,
     )
+
+
+def engine_dtype(config: Config) -> str:
+    """What the engine's weights are in, by the recipe."""
+    return config.model.dtype if config.engine.dtype == "model" else config.engine.dtype
 
 
 def make_sampling(config: Config, eos_ids: tuple[int, ...]) -> Sampling:
@@ -152,7 +157,7 @@ class _Vllm(_Shared):
             python=self.python,
             model=self.files.path,
             log_path=self.folder / "vllm.log",
-            dtype=self.config.model.dtype,
+            dtype=engine_dtype(self.config),
             max_lora_rank=self.lora_rank,
             host=engine.host,
             token=self.token,
@@ -189,7 +194,7 @@ class _Sglang(_Shared):
                 token=self.token,
                 tokenizer=self.tokenizer,
                 eos_ids=self.eos_ids,
-                dtype=self.config.model.dtype,
+                dtype=engine_dtype(self.config),
                 folder=self.folder / "updates",
                 model_path=self.files.path,
                 request_timeout_s=engine.request_timeout_s,
@@ -199,7 +204,7 @@ class _Sglang(_Shared):
             python=self.python,
             model=self.files.path,
             run_dir=self.folder,
-            dtype=self.config.model.dtype,
+            dtype=engine_dtype(self.config),
             max_lora_rank=self.lora_rank,
             model_max_len=max_len,
             host=engine.host,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, cast
 
+import torch
+
 from lockstep import dist
 from lockstep.dist import World
 from lockstep.errors import EngineDied, EngineUnhealthy, LockstepError, RankMissing, RanksDisagree, StaleWeights
@@ -65,14 +67,16 @@ class Serving:
         export: Export,
         world: World,
         bucket_bytes: int,
+        dtype: torch.dtype | None = None,
         canary: Canary | None = None,
         canary_every: int = 1,
         connect: Connect | None = None,
     ):
-        """`connect`: for a shared engine, how ranks other than 0 get one of their own from a new handle."""
+        """`dtype`: what floats travel in, rounded once; None: as they are. `connect`: for a shared engine, how ranks other than 0 get
+        one of their own from a new handle."""
         self.engine = engine
         self._sharded, self._export, self._world = sharded, export, world
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._dtype = bucket_bytes, dtype
         self._canary, self._canary_every = canary, canary_every
         self._connect = connect
         self._version: int | None = None
@@ -147,7 +151,8 @@ class Serving:
         to = 0 if self.engine.is_shared else "all"
         pushed: Pushed | None = None
         began = time.perf_counter()
-        with export_weights(self._sharded, self._export, bucket_bytes=self._bucket_bytes, to=to) as stream:
+        how: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "to": to, "dtype": self._dtype}
+        with export_weights(self._sharded, self._export, **how) as stream:
             if pushes:
                 pushed = push(stream, self.engine, stream.manifest(version))
             else:

@@ -203,7 +203,7 @@ def test_prefix_cache_would_be_stale(fresh, base):
     replica.ask([ask])
     new = h.changed(base, seed=7)
     tensors = h.weights_of(new)
-    push(h.buckets_of(tensors), fresh._outlets[0], h.manifest_of(14, "merged", tensors))
+    push(h.buckets_of(tensors), fresh._outlets["replica 0"], h.manifest_of(14, "merged", tensors))
     fresh.fleet.refresh()
     (stale,) = replica.ask([ask])
     replica.reset_cache()
@@ -336,7 +336,7 @@ def test_other_transports_carry_updates_too(fresh, base, tmp_path, transport):
     h.push_weights(engine, new := h.changed(base, seed=13), 28)
     print(f"merged by {transport}: {time.perf_counter() - started:.2f} s")
     assert h.worst(new, generate(engine, h.prompts(1, 20)), PLAIN) <= h.TOLERANCE
-    for outlet in engine._outlets:
+    for outlet in engine._outlets.values():
         outlet.close()
 
 

@@ -52,7 +52,7 @@ def test_before_the_commit_one_that_fails_stops_all(replicas, monkeypatch, metho
 def test_one_that_misses_a_commit_is_stale_until_the_next(replicas, monkeypatch):
     fanout, made = replicas
     monkeypatch.setattr(made["b"], "commit", broken)
-    words = r"version 2: the commit failed on 1 of 3 replicas: b: .*; those that serve it: \['a', 'c'\]"
+    words = r"version 2: the commit failed on 1 of 3 replicas: b: .*; those that committed it: \['a', 'c'\]"
     with pytest.raises(TransportError, match=words):
         push(buckets_of(NEW), fanout, manifest_of(NEW, 2))
     assert versions(made) == {"a": 2, "b": 1, "c": 2}
@@ -65,7 +65,7 @@ def test_one_that_misses_a_commit_is_stale_until_the_next(replicas, monkeypatch)
 
 def test_a_commit_that_all_refuse_makes_none_stale(replicas):
     fanout, made = replicas
-    with pytest.raises(TransportError, match=r"failed on 3 of 3 replicas: .*those that serve it: none"):
+    with pytest.raises(TransportError, match=r"failed on 3 of 3 replicas: .*those that committed it: none"):
         push(buckets_of(NEW)[:-1], fanout, manifest_of(NEW, 2))
     assert versions(made) == {"a": 1, "b": 1, "c": 1} and not fanout.stale
 

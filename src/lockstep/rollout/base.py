@@ -25,6 +25,8 @@ class Abilities:
     """Does it keep keys and values of prompts between calls? The canary's probe is then long enough to be found there."""
     max_len: int | None = None
     """Longest prompt and completion together, in tokens; None: not known."""
+    adapter_dtype: str | None = None
+    """What it keeps adapters in: they are rounded to it before they travel. None: in what they come in."""
 
 
 class Engine(Receiver, Protocol):

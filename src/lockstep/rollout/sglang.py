@@ -137,9 +137,11 @@ class SglangEngine(SharedEngine):
     @property
     def abilities(self) -> Abilities:
         """Either adapters or whole weights: where SGLang has wrapped its layers for LoRA, its loader knows their names
-        no more, and goes on without them."""
+        no more, and goes on without them. Adapters are copied into buffers of the model's dtype."""
         kinds: tuple[WeightKind, ...] = ("adapter",) if self._takes_adapters else ("merged", "full")
-        return Abilities(kinds=frozenset(kinds), dtype=self._dtype, keeps_prefixes=True, max_len=self._max_len)
+        return Abilities(
+            frozenset(kinds), self._dtype, keeps_prefixes=True, max_len=self._max_len, adapter_dtype=self._dtype
+        )
 
     @property
     def policy_version(self) -> int:

@@ -118,10 +118,16 @@ class VllmEngine(SharedEngine):
     def abilities(self) -> Abilities:
         """Adapters where every replica was started with LoRA; prefixes are kept, each under the weights that made them."""
         kinds: set[Any] = {"merged", "full"}
-        if all(served.takes_adapters for served in self.fleet.served):
+        served = self.fleet.served
+        if all(each.adapter_dtype is not None for each in served):
             kinds.add("adapter")
-        max_len = min(served.max_model_len for served in self.fleet.served)
-        return Abilities(frozenset(kinds), self.fleet.served[0].dtype, keeps_prefixes=True, max_len=max_len)
+        return Abilities(
+            frozenset(kinds),
+            served[0].dtype,
+            keeps_prefixes=True,
+            max_len=min(each.max_model_len for each in served),
+            adapter_dtype=served[0].adapter_dtype,
+        )
 
     @property
     def policy_version(self) -> int:

@@ -49,7 +49,7 @@ class Replica(Protocol):
     """One vLLM engine, over HTTP or in this process."""
 
     def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """`LockstepWorker.lockstep_call`. Raises what the worker raised, as `TransportError`."""
+        """`LockstepWorker.lockstep_call`; limited as `Control.call` is. Raises what the worker raised, as `TransportError`."""
         ...
 
     def ask(self, asks: Sequence[Ask]) -> list[Reply]:
@@ -114,8 +114,9 @@ class HttpReplica:
         self._threads = ThreadPoolExecutor(max_workers=max_in_flight, thread_name_prefix="lockstep-vllm")
 
     def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
-        body = {"method": "lockstep_call", "args": [method, payload], "timeout": self._timeout_s}
-        (answer,) = self.client.post("/collective_rpc", body)["results"]
+        limit_s = min(self._timeout_s, payload.get("limit_s", self._timeout_s))
+        body = {"method": "lockstep_call", "args": [method, payload], "timeout": limit_s}
+        (answer,) = self.client.post("/collective_rpc", body, timeout_s=limit_s)["results"]
         return read_answer(answer)
 
     def ask(self, asks: Sequence[Ask]) -> list[Reply]:

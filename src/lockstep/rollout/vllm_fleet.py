@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.errors import ConfigError, EngineDied, EngineMismatch, EngineUnhealthy, StaleWeights
+from lockstep.errors import ConfigError, EngineDied, EngineMismatch, EngineUnhealthy, LockstepError, StaleWeights
 from lockstep.rollout.http import EngineRefused
 from lockstep.rollout.vllm_client import ADAPTER_PREFIX, Ask, HttpReplica, Replica, Reply
 from lockstep.rollout.vllm_sampling import vllm_params
@@ -49,7 +49,8 @@ class Served:
     max_model_len: int
     """In tokens."""
     dtype: str
-    takes_adapters: bool
+    adapter_dtype: str | None
+    """What it keeps LoRA in; None where it takes no adapters."""
 
     @property
     def salt(self) -> str:
@@ -138,28 +139,59 @@ class Fleet:
         return list(self._threads.map(lambda replica, share: replica.ask(share), self.replicas, shares))
 
     def stop_generating(self, *, abort: bool) -> None:
-        """All replicas, for all clients: abort what runs, or wait for it; what comes later waits there."""
-        # Threads of its own: those of `ask` are taken by the very requests that are to be aborted.
-        with ThreadPoolExecutor(max_workers=len(self.replicas)) as threads:
-            list(threads.map(lambda replica: replica.pause(abort=abort), self.replicas))
-        for replica in self.replicas:
-            replica.set_weights(TORN)
+        """All replicas, for all clients: abort what runs, or wait for it; what comes later waits there.
 
-    def go_on(self) -> None:
-        """Refresh; forget adapters that are not served; let every replica that is whole go on.
-
-        One that is torn stays paused, for whoever else asks it.
+        Where one fails, the others go on: nothing was overwritten yet.
         """
-        self.refresh()
-        for replica, served in zip(self.replicas, self.served, strict=True):
-            for name in replica.adapters():
-                if name != served.adapter and name.startswith(ADAPTER_PREFIX):
-                    replica.unload_adapter(name)
-            if served.stale is None:
-                if replica.is_paused():
-                    replica.reset_cache()
-                replica.set_weights(served.label)
-                replica.resume()
+
+        def stop(index: int) -> None:
+            self.replicas[index].pause(abort=abort)
+            self.replicas[index].set_weights(TORN)
+
+        errors = self._each(stop, range(len(self.replicas)))
+        if not errors:
+            return
+        failure = next(iter(errors.values()))
+        try:
+            self.go_on(lost=[i for i, error in errors.items() if isinstance(error, EngineDied | EngineUnhealthy)])
+        except LockstepError as other:
+            failure.add_note(f"then, on going on with what was served: {other}")
+        raise failure
+
+    def go_on(self, *, lost: Collection[int] = ()) -> None:
+        """Refresh; forget adapters that are not served; let every replica that is whole go on. All at once.
+
+        One that is torn stays paused, for whoever else asks it. `lost`: replicas that are known not to answer; they are not asked, and
+        count as torn. Raises the first error, once all have been seen to; what fails counts as torn.
+        """
+        errors = self._each(self._go_on, [index for index in range(len(self.replicas)) if index not in lost])
+        for index in {*lost, *errors}:
+            why = errors.get(index, "it left a call unanswered")
+            self.served[index] = replace(self.served[index], stale=f"replica {index} may serve anything: {why}")
+        if errors:
+            raise next(iter(errors.values()))
+
+    def _go_on(self, index: int) -> None:
+        replica = self.replicas[index]
+        served = self.served[index] = describe(replica)
+        for name in replica.adapters():
+            if name != served.adapter and name.startswith(ADAPTER_PREFIX):
+                replica.unload_adapter(name)
+        if served.stale is None:
+            if replica.is_paused():
+                replica.reset_cache()
+            replica.set_weights(served.label)
+            replica.resume()
+
+    def _each(self, act: Callable[[int], None], indices: Sequence[int]) -> dict[int, Exception]:
+        """At once, all waited for; errors by replica. Threads of its own: those of `ask` are taken by the very requests that an
+        update may abort."""
+        if not indices:
+            return {}
+        with ThreadPoolExecutor(max_workers=len(indices)) as threads:
+            flights = {index: threads.submit(act, index) for index in indices}
+            errors = {index: flight.exception() for index, flight in flights.items()}
+        return {index: error for index, error in errors.items() if isinstance(error, Exception)}
 
     def is_healthy(self) -> bool:
         """Whether all replicas answer."""
@@ -213,7 +245,7 @@ def describe(replica: Replica) -> Served:
         stale=facts["stale"],
         max_model_len=facts["max_model_len"],
         dtype=facts["dtype"],
-        takes_adapters=facts["lora"] is not None,
+        adapter_dtype=None if facts["lora"] is None else facts["lora"]["dtype"],
     )
 
 

@@ -21,6 +21,10 @@ import xxhash
 from lockstep.errors import TransportError
 from lockstep.types import Bucket, Manifest, TensorSpec
 
+ABORT_S = 5.0
+"""Limit of the call that tells an engine of an abort. It comes after a failure, often of an engine that does not answer any more:
+that must not cost another whole limit. One that misses the call is told by the next begin, or by its connection's end."""
+
 
 class Receiver(Protocol):
     """The engine's end. Calls come in the order begin, receive*, then commit or abort."""
@@ -46,7 +50,8 @@ class Control(Protocol):
     """One round trip to the engine's side: how a transport's outlet (the trainer's end) reaches its `Inlet`."""
 
     def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """The inlet's answer. Both ways JSON-able. Ends within the control's own limit of time.
+        """The inlet's answer. Both ways JSON-able. Ends within the control's own limit of time, or within `payload["limit_s"]`
+        seconds where a call brings that and it is less.
 
         Raises `TransportError` with the other side's own words (the error's class and message) where the inlet raised,
         `EngineDied` where the other side is gone and `EngineUnhealthy` where it does not answer in time.

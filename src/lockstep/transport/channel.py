@@ -61,12 +61,13 @@ class ConnectionControl:
 
     def call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
         """See `Control.call`. After a call that timed out the next ones work: its late answer is dropped."""
+        limit_s = min(self._timeout_s, payload.get("limit_s", self._timeout_s))
         with self._lock:
             self._num_calls += 1
             message = {"id": self._num_calls, "method": method, "payload": payload}
             try:
                 self._connection.send_bytes(json.dumps(message).encode())
-                answer = self._answer(method)
+                answer = self._answer(method, limit_s)
             except _GONE as error:
                 raise EngineDied(
                     f"the engine's side closed the connection during {method} ({type(error).__name__}). {self._last_words()}"
@@ -79,8 +80,8 @@ class ConnectionControl:
         """The other end's `serve` returns."""
         self._connection.close()
 
-    def _answer(self, method: str) -> dict[str, Any]:
-        ends = time.monotonic() + self._timeout_s
+    def _answer(self, method: str, limit_s: float) -> dict[str, Any]:
+        ends = time.monotonic() + limit_s
         while True:
             left = ends - time.monotonic()
             if self._connection.poll(max(0.0, min(left, _LOOK_S))):
@@ -92,7 +93,7 @@ class ConnectionControl:
                 raise EngineDied(f"the engine's process ended during {method}. {self._last_words()}")
             elif left <= 0:
                 raise EngineUnhealthy(
-                    f"the engine's side did not answer {method} within {self._timeout_s:g} s; it may be stalled or its host "
+                    f"the engine's side did not answer {method} within {limit_s:g} s; it may be stalled or its host "
                     "overloaded: look at its log, or raise the time limit"
                 )
 

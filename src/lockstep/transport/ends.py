@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from lockstep.errors import LockstepError, TransportError
-from lockstep.transport.base import Control, Receiver
+from lockstep.transport.base import ABORT_S, Control, Receiver
 from lockstep.transport.packet import manifest_from_json, manifest_to_json
 from lockstep.types import Bucket, Manifest
 
@@ -93,7 +93,7 @@ class Outlet(ABC):
         update = self._update
         try:
             self._drain()
-            self.control.call("abort", {"update": update, "reason": reason})
+            self.control.call("abort", {"update": update, "reason": reason, "limit_s": ABORT_S})
         except LockstepError as error:
             if raise_errors:
                 raise

@@ -93,6 +93,15 @@ class MergeLoss:
     def total(self) -> LayerLoss:
         return sum(self.layers, LayerLoss("all", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
+    @property
+    def said(self) -> str:
+        """In a sentence, for the log."""
+        total = self.total
+        return (
+            f"merging into {self.served} loses {total.relative_error:.2%} of the update (cosine {total.cosine:.3f}, limit "
+            f"{SMALL_LOSS:.0%})"
+        )
+
     def lines(self) -> list[str]:
         """A table: the worst layers first."""
         head = f"{'weight':<58} {'|dW|':>9} {'rel. error':>10} {'cosine':>7} {'changed':>8}"
@@ -140,7 +149,7 @@ def choose_mode(loss: MergeLoss | None, abilities: Abilities) -> ModeChoice:
     takes_adapter, takes_merged = "adapter" in abilities.kinds, "merged" in abilities.kinds
     if not takes_adapter and not takes_merged:
         raise ValueError(f"the engine takes {sorted(abilities.kinds)}; sync.mode=auto needs adapter or merged updates")
-    lost = "" if loss is None or not loss.total.wanted2 else _said(loss)
+    lost = "" if loss is None or not loss.total.wanted2 else loss.said
     if not takes_merged:
         return ModeChoice("adapter", "the engine takes adapters and no merged weights")
     if not takes_adapter:
@@ -153,11 +162,6 @@ def choose_mode(loss: MergeLoss | None, abilities: Abilities) -> ModeChoice:
     if loss.total.relative_error > SMALL_LOSS:
         return ModeChoice("adapter", lost)
     return ModeChoice("merged", f"{lost}, and a merged model generates without the adapter's extra work")
-
-
-def _said(loss: MergeLoss) -> str:
-    total = loss.total
-    return f"merging into {loss.served} loses {total.relative_error:.2%} of the update (cosine {total.cosine:.3f}, limit {SMALL_LOSS:.0%})"
 
 
 def _line(each: LayerLoss) -> str:
