@@ -16,7 +16,7 @@ LAYERS = {
     "sharding": 3, "rollout": 3,
     "train": 4, "export": 4,
     "verify": 5, "observe": 5, "checkpoint": 5, "checkpoint_parts": 5, "engines": 5, "serving": 5,
-    "assemble": 5, "evaluate": 5, "rescue": 5, "plan_report": 5, "plan_text": 5,
+    "assemble": 5, "assemble_critic": 5, "shard_model": 5, "evaluate": 5, "rescue": 5, "plan_report": 5, "plan_text": 5,
     "loop": 6,
     "failures": 7, "supervise": 7, "launch": 7, "cli": 7, "cli_plan": 7, "__main__": 7,
     "testing": 9, "testing_engines": 9, "testing_faults": 10,

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.checkpoint import TrainState
+from lockstep.assemble_critic import make_critic
+from lockstep.checkpoint import CriticState, TrainState
 from lockstep.config import Config, DataConfig
 from lockstep.data.order import PromptOrder
 from lockstep.data.packing import check_packing_supported
@@ -26,16 +27,14 @@ from lockstep.dist import World, all_or_none
 from lockstep.engines import DTYPES, engine_dtype, make_sampling, start_engine
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
-from lockstep.known_warnings import while_recomputing
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
 from lockstep.model.lora import dropout_of, inject_lora
 from lockstep.rollout.base import Engine
 from lockstep.serving import Serving
+from lockstep.shard_model import shard_and_fill
 from lockstep.sharding.base import ShardedModel
-from lockstep.sharding.fill import fill
-from lockstep.sharding.plan import LayerClasses, plan_sharding
-from lockstep.sharding.shard import shard
 from lockstep.train.choices import decide
+from lockstep.train.critic import Critic
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
 from lockstep.types import Prompt, Sampling
@@ -70,6 +69,7 @@ class Parts:
     serving: Serving
     sharded: ShardedModel
     actor: Actor
+    critic: Critic | None
     state: TrainState
     dropout: float
     """The adapter's own: that of `lora.init_from`, where there is one."""
@@ -115,6 +115,7 @@ def assemble(config: Config, world: World) -> Parts:
             max_new_tokens=config.rollout.max_new_tokens,
             seed=config.run.seed,
         )
+        critic = make_critic(config, files, sharded, pad_id=pad_id)
         canary = make_canary(config, engine, sharded, data.train, sampling=sampling, world=world, pad_id=pad_id)
         export = choose_export(config, engine, sharded)
         serving = Serving(
@@ -131,8 +132,9 @@ def assemble(config: Config, world: World) -> Parts:
     except BaseException:
         engine.close()
         raise
-    state = TrainState(sharded, optimizer.torch, actor.scaler)
-    return Parts(data, sampling, serving, sharded, actor, state, dropout_of(sharded.module))
+    own = CriticState(critic.valuer.sharded, critic.optimizer.torch) if critic else None
+    state = TrainState(sharded, optimizer.torch, actor.scaler, own)
+    return Parts(data, sampling, serving, sharded, actor, critic, state, dropout_of(sharded.module))
 
 
 def choose_export(config: Config, engine: Engine, sharded: ShardedModel) -> Export:
@@ -223,27 +225,7 @@ def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedMode
     if config.train.packing != "auto":
         check_packing_supported(empty.config, config.train.packing)  # before any weights are read
     model = inject_lora(empty, config.lora, seed=config.run.seed, files=files)
-    if config.model.gradient_checkpointing:
-        with while_recomputing():
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-    plan = plan_sharding(model, LayerClasses(config.sharding.layer_classes))
-    backend = config.sharding.backend if world.size > 1 else "fsdp2"
-    if backend != config.sharding.backend:
-        # There it shards nothing, and of tied weights that are frozen torch loses one at the second forward.
-        log.info(
-            "one rank has nothing to shard: sharding.backend=%s is for several, fsdp2 is used", config.sharding.backend
-        )
-    sharded = shard(
-        model,
-        plan,
-        backend=backend,
-        reshard_after_forward=config.sharding.reshard_after_forward,
-        # AdamW wants fp32 adapters: over a bf16 base FSDP1 gets units of their own for them (FSDP2 takes both in one).
-        mixed_dtypes="split" if backend == "fsdp1" else None,
-        timeout_s=config.dist.agree_timeout_s,
-    )
-    fill(sharded, files, attention=config.model.attention)
-    return sharded
+    return shard_and_fill(model, files, config, world)
 
 
 def eval_rewards(config: Config) -> tuple[RewardSet, RewardSet | None]:

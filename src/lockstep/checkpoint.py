@@ -3,7 +3,8 @@
 ```
 step-000010/
   adapter/     PEFT folder: plain PeftModel.from_pretrained loads it
-  state/       torch.distributed.checkpoint: adapter and optimizer, readable on any number of ranks by either FSDP
+  critic/      where there is one: a PEFT folder for token classification, its head included, or value_head.safetensors
+  state/       torch.distributed.checkpoint: what is trained and its optimizers, readable on any number of ranks by either FSDP
   files.json   step, policy version, and size + xxh3-128 of every other file: what makes the checkpoint complete
 ```
 Random numbers, data order and learning rate are functions of (seed, step), so the step number is all that resuming
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint_parts import Part, read_parts, stored_numels, write_parts
-from lockstep.dist import World, agree, all_or_none, gather_texts
+from lockstep.dist import World, agree, all_or_none, gather_texts, sum_over_ranks
 from lockstep.errors import CheckpointError, ModelError
 from lockstep.export.stream import export_weights
 from lockstep.export.what import AdapterExport
@@ -59,6 +60,19 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None = None
     """Over a float16 base. The same on every rank, so it stands in `files.json`."""
+    critic: CriticState | None = None
+
+    def halves(self) -> dict[str, TrainState | CriticState]:
+        """By how the names of their tensors begin in `state/`."""
+        return {"": self} if self.critic is None else {"": self, "critic.": self.critic}
+
+
+@dataclass(frozen=True, slots=True)
+class CriticState:
+    """A critic's half of it: a value model with LoRA, or a value head alone."""
+
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,8 @@ def save(folder: Path, state: TrainState, *, step: int, keep: int, extra: dict[s
         if world.is_main:
             begin_dir(target)
     _save_adapter(draft / "adapter", state.sharded)
+    if state.critic is not None:
+        _save_critic(draft / "critic", state.critic.sharded)
     try:
         with explain_os_errors(draft):
             write_parts(draft / "state", _parts(state), world.control)
@@ -113,13 +129,14 @@ def newest(folder: Path, world: World) -> Found | None:
 
 
 def load(found: Found, state: TrainState) -> dict[str, Any]:
-    """Collective. Put a checkpoint's tensors into the live adapter and optimizer, on any number of ranks; its `files.json`.
+    """Collective. Put a checkpoint's tensors into live models and optimizers, on any number of ranks; its `files.json`.
 
     The adapter's elements of this rank are held twice meanwhile. Raises `CheckpointError` naming a tensor that only one of the
     two has, or that has another size there.
     """
     world = state.sharded.world
-    state.sharded.settle()  # values written beside what a forward left gathered would not be seen by the next one
+    for half in state.halves().values():
+        half.sharded.settle()  # values written beside what a forward left gathered would not be seen by the next one
     stored = stored_numels(found.path / "state")
     parts = _parts(state, wanted=set(stored))
     lines = [f"{name} {part.elements.dtype} {list(part.shape)}" for name, part in parts.items()]
@@ -135,9 +152,10 @@ def load(found: Found, state: TrainState) -> dict[str, Any]:
         read_parts(found.path / "state", parts, world.control)
     except CheckpointException as error:
         raise CheckpointError(f"cannot read {found.path / 'state'}: {_first_cause(error)}") from error
-    for name, _ in state.sharded.trainable():
-        state.sharded.write_local(name, parts[f"adapter.{name}"].elements)
-    state.sharded.copy_to_replicas()
+    for prefix, half in state.halves().items():
+        for name, _ in half.sharded.trainable():
+            half.sharded.write_local(name, parts[f"{prefix}adapter.{name}"].elements)
+        half.sharded.copy_to_replicas()
     meta = json.loads((found.path / FILE_LIST).read_text())
     if state.scaler is not None and "loss_scaler" in meta:  # not there after steps in another dtype
         state.scaler.load(meta["loss_scaler"])
@@ -175,16 +193,51 @@ def read_adapter_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def _save_adapter(folder: Path, sharded: ShardedModel) -> None:
+    tensors, config = _adapter_of(sharded)
+    with all_or_none(sharded.world, "writing the adapter"):
+        if sharded.world.is_main:
+            save_adapter_folder(folder, tensors, config)
+
+
+def _adapter_of(sharded: ShardedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Collective. Tensors (on rank 0) and configuration of a PEFT folder."""
     tensors: dict[str, torch.Tensor] = {}
     with export_weights(sharded, AdapterExport(), to=0) as stream:
         for bucket in stream:
             tensors.update(bucket.items())
-    with all_or_none(sharded.world, "writing the adapter"):
-        if sharded.world.is_main:
-            save_adapter_folder(folder, tensors, dict(stream.plan.adapter_config or {}))
+    return tensors, dict(stream.plan.adapter_config or {})
+
+
+def _save_critic(folder: Path, sharded: ShardedModel) -> None:
+    """Collective. PEFT keeps a head that is trained whole under its own name, as the adapter's other tensors."""
+    head = {name: _whole(sharded, name) for name, _ in sharded.trainable() if not is_adapter_name(name)}
+    has_adapter = len(head) < len(sharded.trainable())
+    tensors, config = _adapter_of(sharded) if has_adapter else ({}, {})
+    with all_or_none(sharded.world, "writing the critic"):
+        if sharded.world.is_main and has_adapter:
+            save_adapter_folder(folder, tensors | head, config | {"task_type": "TOKEN_CLS"})
+        elif sharded.world.is_main:
+            with explain_os_errors(folder):
+                folder.mkdir(parents=True)
+                save_file(head, folder / "value_head.safetensors", {"format": "pt"})
+
+
+def _whole(sharded: ShardedModel, name: str) -> torch.Tensor:
+    """Collective. A small trained tensor, gathered as a sum of what each rank holds of it (float64: exact)."""
+    planned = next(tensor for tensor in sharded.plan.parameters if tensor.name == name)
+    start, stop = sharded.ranges(name)[sharded.world.rank]
+    mine = [0.0] * planned.numel
+    mine[start:stop] = sharded.local_flat(name).tolist()
+    return torch.tensor(sum_over_ranks(mine, sharded.world), dtype=planned.dtype).reshape(planned.shape)
 
 
 def _parts(state: TrainState, wanted: set[str] | None = None) -> dict[str, Part]:
+    """Of all halves, by name."""
+    halves = state.halves().items()
+    return {name: part for prefix, half in halves for name, part in _parts_of(half, prefix, wanted).items()}
+
+
+def _parts_of(state: TrainState | CriticState, prefix: str, wanted: set[str] | None) -> dict[str, Part]:
     """This rank's elements by name. For loading (`wanted` given), the adapter's are copies, to be written back, and optimizer
     state that does not exist yet is made, as zeros.
 
@@ -197,10 +250,10 @@ def _parts(state: TrainState, wanted: set[str] | None = None) -> dict[str, Part]
     for name, param in state.sharded.trainable():
         start, stop = _range_of(state.sharded, name, param)
         mine = state.sharded.local_flat(name)
-        out[f"adapter.{name}"] = Part(mine if wanted is None else mine.clone(), start, shapes[name])
+        out[f"{prefix}adapter.{name}"] = Part(mine if wanted is None else mine.clone(), start, shapes[name])
         slots = state.optimizer.state.get(param, {})
         for slot in names:
-            key = f"optimizer.{name}.{slot}"
+            key = f"{prefix}optimizer.{name}.{slot}"
             if wanted is not None and key in wanted and slot not in slots:
                 state.optimizer.state[param][slot] = _empty_slot(
                     slot, param, torch.float32 if is_master else param.dtype

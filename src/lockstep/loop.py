@@ -1,6 +1,6 @@
 """A config in, a trained adapter in its run directory out. Read this file to know what a run does; it is the flow, in order.
 
-    prompts -> engine.generate -> rewards -> advantages -> actor.update -> export -> transport -> engine   (and again)
+    prompts -> engine.generate -> rewards -> learn (advantages, actor.update) -> export -> transport -> engine   (and again)
 
 Every rank runs this file. What is collective is called by all; rank 0 writes and prints.
 """
@@ -14,12 +14,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from lockstep import checkpoint, dist
 from lockstep.assemble import Parts, assemble
 from lockstep.config import Config
-from lockstep.data.items import make_items
 from lockstep.dist import World
 from lockstep.evaluate import EvalResult, run_eval, score_held_out, share
 from lockstep.observe.metrics import refuse_empty, reward_stats
@@ -28,9 +25,9 @@ from lockstep.observe.progress import configure_logging, make_console
 from lockstep.observe.report import Carried
 from lockstep.rescue import rescued
 from lockstep.rundir import RunDir, open_run_dir
-from lockstep.sampling import step_seed
 from lockstep.serving import Synced
 from lockstep.signals import stop_requested
+from lockstep.train.learn import learn
 from lockstep.train.step import UpdateResult
 from lockstep.types import Draw, ScoredSample
 from lockstep.verify.mismatch import check_metrics, coarser
@@ -104,14 +101,12 @@ class Loop:
         began = time.perf_counter()
         scored = self.rollout()
         with self.observer.phase("update") as phase:
-            kl_rewards = self.parts.actor.kl_rewards([each.sample for each in scored])
-            batch = make_items(scored, self.config.train, self.world, token_rewards=kl_rewards)
-            torch.manual_seed(step_seed(self.config.run.seed, self.step, self.world.rank))  # dropout
-            update = self.parts.actor.update(batch.items, step=self.step)
-            phase.tokens = self.total(sum(len(item.prompt_ids) + len(item.ids) for item in batch.items))
+            actor, critic, seed = self.parts.actor, self.parts.critic, self.config.run.seed
+            learned = learn(scored, actor, critic, train=self.config.train, world=self.world, seed=seed, step=self.step)
+            phase.tokens, update = self.total(learned.num_tokens), learned.update
         self.step += 1
         metrics = {"policy_version": float(self.step), "optimizer_steps": float(update.num_optimizer_steps)}
-        metrics |= batch.metrics | {"step_seconds": time.perf_counter() - began}
+        metrics |= learned.metrics | {"step_seconds": time.perf_counter() - began}
         with self.rescued(partial(self.record, scored, update=update, metrics=metrics)):
             synced = self.sync()
         metrics |= {"sync_bytes": float(synced.pushed.nbytes), "step_seconds": time.perf_counter() - began}

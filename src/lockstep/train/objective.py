@@ -179,7 +179,9 @@ def _surrogate(train: TrainConfig) -> Surrogate:
 
 def _tokens_differ(train: TrainConfig) -> bool:
     """Whether tokens of one sample have different advantages (`make_items`)."""
-    return train.algorithm == "reinforce_pp" and train.kl_in == "reward" and train.kl_coef > 0
+    return train.algorithm == "gae" or (
+        train.algorithm == "reinforce_pp" and train.kl_in == "reward" and train.kl_coef > 0
+    )
 
 
 def _aggregation(train: TrainConfig) -> Aggregation:

@@ -1,0 +1,104 @@
+"""A value model (or a policy and a value head) and a micro-batch in; the value of the state before each completion token out.
+
+The state before a token is what predicts it: the same positions whose logits give the policy's log-probability. So values
+are as independent of the layout (padded, packed, shared prefixes) as log-probabilities are. Temperature changes how tokens are
+drawn, not what they are worth: it has no place here (CASES B74).
+Shape suffixes: N completion tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.data.packing import MicroBatch
+from lockstep.errors import LockstepError, ModelError
+from lockstep.model.value_model import ValueHead
+from lockstep.sharding.base import ShardedModel
+from lockstep.train.logprobs import _forward_replaced, _select
+from lockstep.train.model_inputs import model_inputs
+
+
+class Valuer(Protocol):
+    """What gives values, and has parameters that learn to."""
+
+    sharded: ShardedModel
+    """What is trained."""
+
+    def features(self, batch: MicroBatch) -> Tensor | None:
+        """Collective. [N, D] that no training of the critic changes, worth keeping for the step; None: there are none."""
+        ...
+
+    def values(self, batch: MicroBatch, features_ND: Tensor | None) -> Tensor:
+        """Collective. [N] fp32, differentiable."""
+        ...
+
+
+class ModelValuer:
+    """A value model of its own (`model.value_model`), sharded."""
+
+    def __init__(self, sharded: ShardedModel):
+        self.sharded = sharded
+
+    def features(self, batch: MicroBatch) -> None:
+        return None
+
+    def values(self, batch: MicroBatch, features_ND: Tensor | None) -> Tensor:
+        model = self.sharded.module
+        heads = [each for each in model.modules() if isinstance(each, ValueHead)]
+        if len(heads) != 1:
+            raise ModelError(
+                f"{type(model).__name__} has {len(heads)} value heads; expected one (build_empty_value_model)"
+            )
+        return _forward(model, heads[0], batch, heads[0].forward)[:, 0]
+
+
+class HeadValuer:
+    """A head of its own on the policy's last hidden states. They get no gradient: the policy does not know of it."""
+
+    def __init__(self, policy: ShardedModel, sharded: ShardedModel):
+        """`sharded`: a `ValueHead`."""
+        self._policy = policy
+        self.sharded = sharded
+
+    def features(self, batch: MicroBatch) -> Tensor:
+        model = self._policy.module
+        head = cast(PreTrainedModel, model).get_output_embeddings()
+        if head is None:
+            raise ModelError(
+                f"{type(model).__name__} has no output embedding; expected a causal language model with a head"
+            )
+        model.eval()
+        with torch.no_grad():
+            return _forward(model, head, batch, lambda rows_ND: rows_ND)
+
+    def values(self, batch: MicroBatch, features_ND: Tensor | None) -> Tensor:
+        assert features_ND is not None
+        width = cast(
+            ValueHead, self.sharded.skeleton
+        ).in_features  # what was kept of no token at all has no width of its own
+        return self.sharded.module(features_ND.reshape(batch.num_tokens, width))[:, 0]
+
+
+def _forward(model: nn.Module, head: nn.Module, batch: MicroBatch, instead: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `instead` makes of the [N, D] rows that reach the head, while the whole model runs (`train.logprobs` says why).
+
+    FSDP gathers the root for backward when a gradient reaches the root's output: what has a gradient must be just that.
+    """
+    made: list[Tensor] = []
+
+    def forward(hidden_BTD: Tensor) -> Tensor:
+        made.append(instead(_select(hidden_BTD, batch)))
+        return made[-1]
+
+    with _forward_replaced(head, forward):
+        out = model(**model_inputs(cast(PreTrainedModel, model), batch)).logits
+    if len(made) != 1 or (out.requires_grad and out is not made[0]):
+        raise LockstepError(
+            f"{type(model).__name__} ran its head {len(made)} times or changed what it returned; expected one unchanged result"
+        )
+    return made[0]
