@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.assemble_critic import make_critic
+from lockstep.assemble_teacher import find_teacher, make_teacher
 from lockstep.checkpoint import CriticState, TrainState
 from lockstep.config import Config, DataConfig
 from lockstep.data.order import PromptOrder
@@ -96,6 +97,7 @@ def assemble(config: Config, world: World) -> Parts:
         files = find_model(config.model.path)
         tokenizer = load_tokenizer(files)
         data = load_data(config, tokenizer, rewards)
+        teacher_files = find_teacher(config, files, tokenizer)
     sharded = make_sharded(config, files, world)
     engine, connect = start_engine(config, files, tokenizer, world)
     try:
@@ -105,6 +107,7 @@ def assemble(config: Config, world: World) -> Parts:
         config = config.model_copy(update={"train": train})
         sharded.settle()
         optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
+        teacher = make_teacher(config, teacher_files, files, world, sampling=sampling, pad_id=pad_id)
         actor = Actor(
             sharded,
             optimizer,
@@ -114,6 +117,7 @@ def assemble(config: Config, world: World) -> Parts:
             pad_id=pad_id,
             max_new_tokens=config.rollout.max_new_tokens,
             seed=config.run.seed,
+            teacher=teacher,
         )
         critic = make_critic(config, files, sharded, pad_id=pad_id)
         canary = make_canary(config, engine, sharded, data.train, sampling=sampling, world=world, pad_id=pad_id)

@@ -38,6 +38,7 @@ from lockstep.sections import (
 )
 from lockstep.sections_base import LoraSection, Section, is_section
 from lockstep.sections_critic import CriticConfig
+from lockstep.sections_teacher import TeacherConfig
 from lockstep.yaml_text import read_yaml, write_yaml
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Section",
     "ShardingConfig",
     "SyncConfig",
+    "TeacherConfig",
     "TrainConfig",
     "build_config",
     "describe_options",

@@ -22,6 +22,7 @@ from lockstep.sections_base import (
     Section,
 )
 from lockstep.sections_critic import CriticConfig
+from lockstep.sections_teacher import TeacherConfig
 
 
 class RunConfig(Section):
@@ -214,8 +215,20 @@ class CanaryConfig(Section):
 
 class TrainConfig(Section):
     algorithm: Literal[
-        "grpo", "grpo_batch_std", "dr_grpo", "rloo", "rloo_std", "reinforce_pp", "reinforce_pp_baseline", "gae"
-    ] = Field(default="grpo", description="how rewards become advantages; gae takes a critic's values (section critic)")
+        "grpo",
+        "grpo_batch_std",
+        "dr_grpo",
+        "rloo",
+        "rloo_std",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gae",
+        "distill",
+    ] = Field(
+        default="grpo",
+        description="how rewards become advantages; gae takes a critic's values (section critic); distill: none, only a teacher "
+        "is learned from (section teacher), and rewards are watched",
+    )
     loss: Literal["ppo", "gspo", "cispo"] = Field(
         default="ppo",
         description="ppo clips a token's ratio, gspo a sample's; cispo clips the weight and keeps every token's gradient",
@@ -387,6 +400,7 @@ class Config(Section):
     canary: CanaryConfig = CanaryConfig()
     train: TrainConfig = TrainConfig()
     critic: CriticConfig | None = None
+    teacher: TeacherConfig | None = None
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -399,7 +413,8 @@ class Config(Section):
                 "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
             )
         _check_critic(self)
-        if self.train.algorithm not in ("reinforce_pp", "gae") and self.rollout.group_size < 2:
+        _check_teacher(self)
+        if self.train.algorithm not in ("reinforce_pp", "gae", "distill") and self.rollout.group_size < 2:
             raise ValueError(
                 f"rollout.group_size is 1: {self.train.algorithm} compares the samples of a group; use 2 or more"
             )
@@ -444,4 +459,18 @@ def _check_critic(config: Config) -> None:
         raise ValueError(
             f"critic.mini_batches={critic.mini_batches} cannot share rollout.prompts_per_step={config.rollout.prompts_per_step} "
             "prompts: a prompt's samples stay together; use at most as many"
+        )
+
+
+def _check_teacher(config: Config) -> None:
+    train = config.train
+    if train.algorithm != "distill":
+        return
+    if config.teacher is None:
+        raise ValueError(
+            "train.algorithm: distill learns from a teacher alone; give the section teacher, as in `teacher: {path: FOLDER}`"
+        )
+    if train.kl_in == "reward" and train.kl_coef:
+        raise ValueError(
+            "train.algorithm: distill has no advantages, so a KL in the reward has no effect; use kl_in: loss, or leave kl_coef out"
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 Algorithm = Literal[
-    "grpo", "grpo_batch_std", "dr_grpo", "rloo", "rloo_std", "reinforce_pp", "reinforce_pp_baseline"
+    "grpo", "grpo_batch_std", "dr_grpo", "rloo", "rloo_std", "reinforce_pp", "reinforce_pp_baseline", "distill"
 ]  # fmt: skip
 
 WHITEN_EPS = 1e-8
@@ -39,7 +39,8 @@ def advantages(
     grpo: (r - mean) / (std + eps) within the group (arXiv 2402.03300) · grpo_batch_std: the std is the whole batch's
     (arXiv 2508.08221) · dr_grpo: r - mean (arXiv 2503.20783) · rloo: r - mean of the group's others (arXiv 2402.14740) ·
     rloo_std: that, over the others' std, or over 1 where the others are all equal · reinforce_pp: r normalised over all
-    tokens of the batch, with no group (arXiv 2501.03262) · reinforce_pp_baseline: r - group mean, then so normalised.
+    tokens of the batch, with no group (arXiv 2501.03262) · reinforce_pp_baseline: r - group mean, then so normalised ·
+    distill: 0, since the loss has a teacher to learn from, and rewards are only watched.
 
     Raises `ValueError` for a reward that is not finite (named by its place and group), and for lists that do not match.
     """
@@ -61,6 +62,8 @@ def advantages(
             return whiten(values, lengths)
         case "reinforce_pp_baseline":
             return whiten(_by_group(values, members, _centred), lengths)
+        case "distill":
+            return [0.0] * len(values)
     raise ValueError(f"expected an algorithm of {', '.join(get_args(Algorithm))}; {algorithm!r} came")
 
 
@@ -73,8 +76,9 @@ def zero_std_groups(rewards: Sequence[float], groups: Sequence[int]) -> set[int]
 
 def uses_groups(algorithm: Algorithm) -> bool:
     """Whether a group whose rewards are all equal has no gradient. reinforce_pp compares with the batch, not the group;
-    reinforce_pp_baseline centres on the batch's mean once more, so a flat group may be left with a small common offset."""
-    return algorithm not in ("reinforce_pp", "reinforce_pp_baseline")
+    reinforce_pp_baseline centres on the batch's mean once more, so a flat group may be left with a small common offset; distill
+    does not learn from rewards."""
+    return algorithm not in ("reinforce_pp", "reinforce_pp_baseline", "distill")
 
 
 def whiten(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
@@ -38,11 +38,18 @@ _CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _INITS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
-def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int, files: ModelFiles | None = None) -> PeftModel:
+def inject_lora(
+    model: PreTrainedModel,
+    lora: LoraSection,
+    *,
+    seed: int,
+    files: ModelFiles | None = None,
+    reference: Literal["start", "base"] = "start",
+) -> PeftModel:
     """Wrap the targets with LoRA layers; the adapter is real on the CPU, fp32, equal on every rank.
 
     With `lora.init_from` the adapter's values and configuration are that folder's, and a frozen copy called "reference" is
-    kept: then "adapter off" is not the policy that training started from (TRL #1340, #3194).
+    kept: then "adapter off" is not the policy that training started from (TRL #1340, #3194). No copy with `reference="base"`.
     `files` are the base's, against which copies of base weights in that folder are checked; None refuses such copies.
     Raises `ModelError` when a target matches nothing (naming near module names), when the folder is not a LoRA adapter, or
     when it changes or trains more than LoRA tensors.
@@ -52,13 +59,31 @@ def inject_lora(model: PreTrainedModel, lora: LoraSection, *, seed: int, files: 
     peft_model = _inject(model, config)
     _check_only_lora_is_new(peft_model, base_names)
     _materialise(peft_model, ADAPTER, config, seed=seed)
-    if lora.init_from:
-        with torch.random.fork_rng(devices=[]):
+    if not lora.init_from:
+        return peft_model
+    _load_adapter(peft_model, lora.init_from, ADAPTER, files=files)
+    if reference == "start":
+        with while_injecting(), torch.random.fork_rng(devices=[]):
             peft_model.add_adapter(REFERENCE, config)
         _materialise(peft_model, REFERENCE, config, seed=seed)
-        for name in (ADAPTER, REFERENCE):
-            _load_adapter(peft_model, lora.init_from, name, files=files)
+        _load_adapter(peft_model, lora.init_from, REFERENCE, files=files)
         _activate(peft_model, ADAPTER)
+    return peft_model
+
+
+def inject_frozen_lora(
+    model: PreTrainedModel, folder: str, *, dtype: torch.dtype, files: ModelFiles | None = None
+) -> PeftModel:
+    """A PEFT folder's adapter on an empty model, for a model that is not trained: everything frozen, the adapter on the CPU in
+    `dtype`. Raises `ModelError` as `inject_lora`."""
+    config = _read_config(folder, "teacher.adapter")
+    peft_model = _inject(model, config)
+    _materialise(peft_model, ADAPTER, config, seed=0)
+    _load_adapter(peft_model, folder, ADAPTER, files=files, option="teacher.adapter")
+    for name, param in peft_model.named_parameters():
+        param.requires_grad_(False)
+        if is_adapter_name(name):
+            param.data = param.data.to(dtype)
     return peft_model
 
 
@@ -276,22 +301,23 @@ def _to_cpu(container: nn.Module, adapter: str) -> None:
         container[adapter] = nn.Parameter(torch.empty(entry.shape), requires_grad=entry.requires_grad)  # type: ignore[index]
 
 
-def _read_config(folder: str) -> LoraConfig:
+def _read_config(folder: str, option: str = "lora.init_from") -> LoraConfig:
+    """`option`: whose value the folder is, for errors."""
     try:
         config = PeftConfig.from_pretrained(folder)
     except (ValueError, OSError, TypeError) as error:
         raise ModelError(
-            f"lora.init_from {folder!r} is not a PEFT folder (adapter_config.json + adapter_model.safetensors): {error}"
+            f"{option} {folder!r} is not a PEFT folder (adapter_config.json + adapter_model.safetensors): {error}"
         ) from error
     if not isinstance(config, LoraConfig):
-        raise ModelError(f"lora.init_from {folder!r} holds a {config.peft_type} adapter; lockstep trains LoRA")
+        raise ModelError(f"{option} {folder!r} holds a {config.peft_type} adapter; lockstep trains LoRA")
     if config.bias != "none":
         raise ModelError(
-            f"lora.init_from {folder!r} trains the base's biases (bias={config.bias!r}); lockstep trains LoRA tensors only"
+            f"{option} {folder!r} trains the base's biases (bias={config.bias!r}); lockstep trains LoRA tensors only"
         )
     if config.init_lora_weights not in _INITS_THAT_KEEP_THE_BASE or config.layer_replication:
         raise ModelError(
-            f"lora.init_from {folder!r} changes the base (init_lora_weights={config.init_lora_weights!r}, "
+            f"{option} {folder!r} changes the base (init_lora_weights={config.init_lora_weights!r}, "
             f"layer_replication={config.layer_replication}): convert it to a plain LoRA of the unchanged base first "
             "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
@@ -299,25 +325,27 @@ def _read_config(folder: str) -> LoraConfig:
     return config
 
 
-def _load_adapter(model: PeftModel, folder: str, adapter: str, *, files: ModelFiles | None) -> None:
+def _load_adapter(
+    model: PeftModel, folder: str, adapter: str, *, files: ModelFiles | None, option: str = "lora.init_from"
+) -> None:
     file = Path(folder) / "adapter_model.safetensors"
     if not file.is_file():
-        raise ModelError(f"lora.init_from {folder!r} holds no adapter_model.safetensors")
+        raise ModelError(f"{option} {folder!r} holds no adapter_model.safetensors")
     tensors = load_file(file)
     expected = set(adapter_names(model, adapter).values())
     copies = {name: tensor for name, tensor in tensors.items() if name not in expected and ".base_layer." in name}
-    _check_base_copies(model, copies, folder, files=files)
+    _check_base_copies(model, copies, f"{option} {folder!r}", files=files)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
     if set(tensors) != expected:
         odd = sorted(set(tensors) ^ expected)
         raise ModelError(
-            f"lora.init_from {folder!r} does not fit the model: {len(odd)} tensors are missing or unknown, first {odd[0]!r}"
+            f"{option} {folder!r} does not fit the model: {len(odd)} tensors are missing or unknown, first {odd[0]!r}"
         )
     set_peft_model_state_dict(model, tensors, adapter_name=adapter)
 
 
 def _check_base_copies(
-    model: PeftModel, copies: Mapping[str, torch.Tensor], folder: str, *, files: ModelFiles | None
+    model: PeftModel, copies: Mapping[str, torch.Tensor], given: str, *, files: ModelFiles | None
 ) -> None:
     """PEFT saves an embedding or head with its LoRA. Such a copy must be the checkpoint's own, which is what is trained."""
     tied: dict[int, list[str]] = {}
@@ -331,7 +359,7 @@ def _check_base_copies(
             stored = next((read_tensor(files, each) for each in names if each in files.weights), None)
         if stored is None or stored.shape != copy.shape or not torch.equal(stored.to(copy.dtype), copy):
             raise ModelError(
-                f"lora.init_from {folder!r} holds {name!r}, a base weight that is not the checkpoint's: give the model that "
+                f"{given} holds {name!r}, a base weight that is not the checkpoint's: give the model that "
                 "the adapter was trained on as model.path"
             )
 

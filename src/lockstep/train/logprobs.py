@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from lockstep.data.packing import MicroBatch, Packing, pack
 from lockstep.errors import LockstepError, ModelError
 from lockstep.sampling import sampling_logprobs
+from lockstep.sharding.skeleton import unwrap
 from lockstep.train.distill import Answer, Taught
 from lockstep.train.model_inputs import model_inputs
 from lockstep.types import Sampling, TrainItem
@@ -63,8 +64,10 @@ class HeadRows:
 
     rows: Tensor
     """[N, D]: the hidden states that predict a token; [N, V] logits of a model that changes them behind its head."""
-    head: Callable[[Tensor], Tensor]
-    """[n, D] -> [n, V]: any of the rows to their logits. The head's weights must be there (`ShardedModel.root_gathered`)."""
+    logits: Callable[[Tensor], Tensor]
+    """[n, D] -> [n, V]: any of the rows to their logits."""
+    head: nn.Module | None
+    """Whose parameters `logits` needs (`ShardedModel.gathered`); None: it needs nothing."""
 
 
 def token_logprobs(
@@ -112,8 +115,9 @@ def head_rows(model: nn.Module, batch: MicroBatch) -> HeadRows:
     lm = cast(PreTrainedModel, model)
     head = _head_of(lm)
     if _changes_logits(lm):
-        return HeadRows(_whole_logits(lm, head, batch), lambda rows: rows)
-    return HeadRows(_forward_with_head(lm, head, batch, lambda rows_ND: rows_ND), cast(Any, head))
+        return HeadRows(_whole_logits(lm, head, batch), lambda rows: rows, None)
+    forward = cast(Callable[[Tensor], Tensor], head.forward)
+    return HeadRows(_forward_with_head(lm, head, batch, lambda rows_ND: rows_ND), forward, head)
 
 
 def probe_packing(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id: int) -> None:
@@ -164,7 +168,8 @@ def _head_of(lm: PreTrainedModel) -> nn.Module:
     head = lm.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(lm).__name__} has no output embedding; expected a causal language model with a head")
-    return head
+    # FSDP1's wrapper around a head gathers in its own `forward`, once, and so stays; chunks are the module's inside.
+    return unwrap(head)
 
 
 def _whole_logits(lm: PreTrainedModel, head: nn.Module, batch: MicroBatch) -> Tensor:

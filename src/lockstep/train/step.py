@@ -26,6 +26,7 @@ from lockstep.dist import World, data_phase, sum_stats
 from lockstep.errors import LockstepError
 from lockstep.sharding.base import ShardedModel
 from lockstep.train.choices import by_config
+from lockstep.train.distill import Answer
 from lockstep.train.kl import kl_reward
 from lockstep.train.logprobs import TokenLogprobs, token_logprobs
 from lockstep.train.loss_scale import LossScaler
@@ -34,6 +35,7 @@ from lockstep.train.mismatch import MismatchSums, mismatch_over_ranks, mismatch_
 from lockstep.train.objective import Objective, rollout_logprobs
 from lockstep.train.offload import activations_on_host
 from lockstep.train.optim import Optimizer
+from lockstep.train.teacher import Teacher
 from lockstep.types import Sample, Sampling, Stat, TrainItem
 
 
@@ -85,14 +87,17 @@ class Actor:
         pad_id: int,
         max_new_tokens: int,
         seed: int = 0,
+        teacher: Teacher | None = None,
     ):
-        """`seed`: of what mini-batches hold. Raises `ValueError` as `Objective.of`."""
+        """`seed`: of what mini-batches hold. `teacher`: whose KL is added to the loss. Raises `ValueError` as `Objective.of`."""
         train = by_config(train, sharded.module)
         self.sharded = sharded
         self.optimizer = optimizer
         self.scaler = LossScaler() if torch.float16 in sharded.compute_dtypes() else None
         self.world = world
-        self.objective = Objective.of(train, max_new_tokens=max_new_tokens)
+        distillation = teacher.distillation if teacher else None
+        self.objective = Objective.of(train, max_new_tokens=max_new_tokens, distillation=distillation)
+        self._teacher = teacher
         self._train = train
         self._sampling = sampling
         self._seed = seed
@@ -166,13 +171,14 @@ class Actor:
                     out |= mini.split(self._score(batch).logprobs, batch)
         return out
 
-    def _score(self, batch: MicroBatch, *, with_entropy: bool = False) -> TokenLogprobs:
+    def _score(self, batch: MicroBatch, *, with_entropy: bool = False, teacher: Answer | None = None) -> TokenLogprobs:
         return token_logprobs(
             self.sharded.module,
             batch,
             sampling=self._sampling,
             with_entropy=with_entropy,
             entropy_gradient=with_entropy and self.objective.entropy_coef > 0,
+            teacher=teacher,
         )
 
     def _optimizer_step(
@@ -210,11 +216,13 @@ class Actor:
         for number, batch in enumerate(mini.batches, start=1):
             self.sharded.set_gradient_sync(number == len(mini.batches))
             before = mini.join(old, batch)
-            with record_function("train::forward"), kept():
-                scored = self._score(batch, with_entropy=True)
-                sums = self.objective.loss(scored, batch, mini.items, old=before, reference=mini.join(reference, batch))
-            with record_function("train::backward"):
-                (sums.loss_sum * scale).backward()
+            with self._teacher.answering(batch) if self._teacher else nullcontext() as answer:
+                with record_function("train::forward"), kept():
+                    scored = self._score(batch, with_entropy=True, teacher=answer)
+                    ref = mini.join(reference, batch)
+                    sums = self.objective.loss(scored, batch, mini.items, old=before, reference=ref)
+                with record_function("train::backward"):
+                    (sums.loss_sum * scale).backward()
             if mini.is_first_epoch:
                 sampled_from = scored.logprobs if before is None else before
                 mismatch += mismatch_sums(sampled_from, rollout_logprobs(batch, mini.items, like=sampled_from))

@@ -1,0 +1,78 @@
+"""A config, the policy's checkpoint and tokenizer in; the teacher that the recipe asks for, frozen, sharded and filled, out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.config import Config, TeacherConfig
+from lockstep.dist import World, all_or_none
+from lockstep.engines import DTYPES
+from lockstep.errors import ModelError
+from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
+from lockstep.model.lora import inject_frozen_lora
+from lockstep.sharding.base import ShardedModel
+from lockstep.sharding.fill import fill
+from lockstep.sharding.plan import plan_sharding
+from lockstep.sharding.shard import shard
+from lockstep.train.choices import choose_packing
+from lockstep.train.teacher import Teacher, check_same_tokens
+from lockstep.types import Sampling
+
+
+def find_teacher(config: Config, files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> ModelFiles | None:
+    """Not collective; reads no weights. None where the recipe has no teacher. `files` and `tokenizer`: the policy's.
+
+    Raises `ModelError` for a tokenizer that is not the policy's, naming the first difference.
+    """
+    if config.teacher is None:
+        return None
+    found = find_model(config.teacher.path)
+    rows = min(num_rows(files), num_rows(found))
+    check_same_tokens(tokenizer, load_tokenizer(found), rows=rows, path=config.teacher.path)
+    return found
+
+
+def make_teacher(
+    config: Config, files: ModelFiles | None, policy: ModelFiles, world: World, *, sampling: Sampling, pad_id: int
+) -> Teacher | None:
+    """Collective. `files`: what `find_teacher` found. `config.train.packing` is decided.
+
+    Raises `ModelError`, on every rank, for a teacher that cannot score in the layout that the policy is trained in.
+    """
+    if config.teacher is None or files is None:
+        return None
+    sharded = shard_teacher(config, config.teacher, files, world)
+    try:
+        choose_packing(config.train.packing, sharded.module, world, sampling=sampling, pad_id=pad_id)
+    except ModelError as error:
+        raise ModelError(
+            f"teacher.path {config.teacher.path!r} cannot score what the policy is trained on: {error}"
+        ) from error
+    sharded.settle()
+    return Teacher(sharded, config.teacher, sampling=sampling, vocabulary=num_rows(policy))
+
+
+def shard_teacher(config: Config, teacher: TeacherConfig, files: ModelFiles, world: World) -> ShardedModel:
+    """Collective. As the policy is made: empty, with its adapter, sharded, filled; no rank holds the whole. All of it is frozen."""
+    dtype = DTYPES[teacher.dtype or config.model.dtype]
+    with all_or_none(world, "building the teacher"):
+        model: Any = build_empty(files, dtype=dtype, attention=config.model.attention)
+        if teacher.adapter:
+            model = inject_frozen_lora(model, teacher.adapter, dtype=dtype, files=files)
+        model.requires_grad_(False)
+    sharded = shard(
+        model,
+        plan_sharding(model),
+        backend=config.sharding.backend if world.size > 1 else "fsdp2",
+        reshard_after_forward=True,  # whatever the policy does: no backward follows, so nothing else would free its units
+        timeout_s=config.dist.agree_timeout_s,
+    )
+    fill(sharded, files, attention=config.model.attention)
+    return sharded
+
+
+def num_rows(files: ModelFiles) -> int:
+    """Of the head."""
+    return files.config.get_text_config(decoder=True).vocab_size
