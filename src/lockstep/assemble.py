@@ -228,7 +228,7 @@ def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedMode
     empty = build_empty(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention)
     if config.train.packing != "auto":
         check_packing_supported(empty.config, config.train.packing)  # before any weights are read
-    model = inject_lora(empty, config.lora, seed=config.run.seed, files=files)
+    model = inject_lora(empty, config.lora, seed=config.run.seed, files=files, reference=config.train.reference)
     return shard_and_fill(model, files, config, world)
 
 

@@ -42,6 +42,7 @@ from lockstep.files import (
     find_fault,
     temporary_dir,
 )
+from lockstep.model.lora import is_reference_name
 from lockstep.names import clean_name, is_adapter_name
 from lockstep.sharding.base import ShardedModel
 from lockstep.train.loss_scale import LossScaler
@@ -155,6 +156,9 @@ def load(found: Found, state: TrainState) -> dict[str, Any]:
     for prefix, half in state.halves().items():
         for name, _ in half.sharded.trainable():
             half.sharded.write_local(name, parts[f"{prefix}adapter.{name}"].elements)
+        for name, key in _references(half.sharded, prefix):
+            if key in parts:
+                half.sharded.write_local(name, parts[key].elements)
         half.sharded.copy_to_replicas()
     meta = json.loads((found.path / FILE_LIST).read_text())
     if state.scaler is not None and "loss_scaler" in meta:  # not there after steps in another dtype
@@ -241,7 +245,8 @@ def _parts_of(state: TrainState | CriticState, prefix: str, wanted: set[str] | N
     """This rank's elements by name. For loading (`wanted` given), the adapter's are copies, to be written back, and optimizer
     state that does not exist yet is made, as zeros.
 
-    A parameter that never had a step has no optimizer state: it is neither saved nor expected (transformers #25849).
+    A parameter that never had a step has no optimizer state: it is neither saved nor expected (transformers #25849). The frozen
+    copy of the adapter that training started from is saved, and expected where it was: its folder may be gone by now.
     """
     out: dict[str, Part] = {}
     is_master = isinstance(state.optimizer, MasterAdamW)
@@ -264,7 +269,18 @@ def _parts_of(state: TrainState | CriticState, prefix: str, wanted: set[str] | N
             elif slot in slots:
                 # Of a rank that holds none of the elements it may be behind: there the parameter has no gradient (FSDP1).
                 out[key] = Part(_flat(slots[slot])[: 1 if wanted is not None or stop > start else 0], 0, ())
+    for name, key in _references(state.sharded, prefix):
+        if wanted is None or key in wanted:
+            mine = state.sharded.local_flat(name)
+            start = state.sharded.ranges(name)[state.sharded.world.rank][0]
+            out[key] = Part(mine if wanted is None else mine.clone(), start, shapes[name])
     return out
+
+
+def _references(sharded: ShardedModel, prefix: str) -> list[tuple[str, str]]:
+    """(live name, name in the checkpoint) of the reference's tensors."""
+    names = (tensor.name for tensor in sharded.plan.parameters)
+    return [(name, f"{prefix}reference.{name}") for name in names if is_reference_name(name)]
 
 
 def _range_of(sharded: ShardedModel, name: str, param: torch.Tensor) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from lockstep.sections_base import (
     Section,
 )
 from lockstep.sections_critic import CriticConfig
+from lockstep.sections_environment import EnvironmentConfig, check_environment
 from lockstep.sections_teacher import TeacherConfig
 
 
@@ -132,7 +133,8 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     name: str = Field(
-        description="exact_match, last_number, format_number, format_regex (args: pattern), math_verify, reasoning_gym, or module:function"
+        description="exact_match, last_number, format_number, format_regex (args: pattern), math_verify, reasoning_gym, "
+        "environment (what the environment gave), or module:function"
     )
     weight: Float = Field(default=1.0, description="factor in the total reward; negative values punish")
     timeout_s: PositiveFloat = Field(
@@ -140,6 +142,10 @@ class RewardConfig(Section):
         description="limit for one batch of samples (seconds); beyond it the run stops and shows the sample",
     )
     args: Mapping[str, Any] = Field(default_factory=dict, description="extra keyword arguments for the function")
+    sees: Literal["all", "reply"] = Field(
+        default="all",
+        description="of a sample with several turns (see environment): all of it, observations included, or the policy's last reply",
+    )
 
 
 class RolloutConfig(Section):
@@ -270,6 +276,11 @@ class TrainConfig(Section):
     kl_coef: NonNegativeFloat = Field(
         default=0.0, description="weight of the KL to the reference policy; 0 skips the reference pass"
     )
+    reference: Literal["start", "base"] = Field(
+        default="start",
+        description="the reference policy: start is what training starts from (with lora.init_from a frozen copy of that adapter, "
+        "else the base); base is the model without any adapter",
+    )
     kl_kind: Literal["k1", "k2", "k3", "k3_k2", "k3_weighted"] = Field(
         default="k3",
         description="its estimate (docs/algorithms.md says what each does); k1 is the right one in the reward",
@@ -395,6 +406,7 @@ class Config(Section):
     reward: tuple[RewardConfig, ...] = Field(
         min_length=1, description="reward functions; the total is their weighted sum"
     )
+    environment: EnvironmentConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     canary: CanaryConfig = CanaryConfig()
@@ -413,6 +425,12 @@ class Config(Section):
                 "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
             )
         _check_critic(self)
+        rewards = {f"reward.{number}": each.name for number, each in enumerate(self.reward)}
+        check_environment(
+            self.environment,
+            rewards={**rewards, "eval.correct": self.eval.correct.name},
+            prompt_format=self.data.prompt.format,
+        )
         _check_teacher(self)
         if self.train.algorithm not in ("reinforce_pp", "gae", "distill") and self.rollout.group_size < 2:
             raise ValueError(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -172,6 +173,12 @@ def reference_policy(model: PeftModel) -> Iterator[None]:
         yield
     finally:
         _activate(model, ADAPTER)
+
+
+def is_reference_name(live_name: str) -> bool:
+    """Does a live name belong to the frozen copy of the adapter that training started from?"""
+    parts = live_name.split(".")
+    return any(is_adapter_name(part) and after == REFERENCE for part, after in pairwise(parts))
 
 
 def adapter_config_json(model: nn.Module, adapter: str = ADAPTER) -> dict[str, Any]:

@@ -6,6 +6,7 @@ What a mini-batch holds depends on the groups and the seed alone: not on ranks, 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import TrainConfig
+from lockstep.data.masks import sampled
 from lockstep.data.packing import MicroBatch, dummy_micro_batch, pack
 from lockstep.dist import World, all_or_none, gather_texts, max_over_ranks, sum_over_ranks
 from lockstep.types import TrainItem
@@ -89,7 +91,7 @@ class Planner:
         """Collective. In each mini-batch the same number of micro-batches on every rank: where a rank has fewer, dummies.
 
         Raises, on every rank: `ValueError` (`LockstepError` where the fault is another rank's) for an item that has no
-        prompt, or not one log-probability per token.
+        prompt, not one log-probability per token, or one that is not finite where it counts.
         """
         flat = [places for epoch in parts for places in epoch]
         if not flat:
@@ -100,6 +102,7 @@ class Planner:
         max_tokens = self._train.micro_batch_tokens
         with all_or_none(self._world, "packing"):
             _check_lengths(items)
+            _check_logprobs(items)
             packed = [pack(each, mode=mode, max_tokens=max_tokens, pad_id=self._pad_id) for each in mine]
         most = max_over_ranks([len(batches) for batches in packed], self._world)
         counts = sum_over_ranks([count for each in mine for count in _counts(each)], self._world)
@@ -141,3 +144,17 @@ def _check_lengths(items: Sequence[TrainItem]) -> None:
                 raise ValueError(
                     f"item {index}: expected {what} for each of its {len(item.ids)} completion tokens, {len(values)} came"
                 )
+
+
+def _check_logprobs(items: Sequence[TrainItem]) -> None:
+    """Before any of them is in a ratio. What stands at tokens that are not trained on is nobody's business."""
+    for index, item in enumerate(items):
+        if all(map(math.isfinite, sampled(item.rollout_logprobs, item.loss_mask))):
+            continue
+        counts = item.loss_mask or (True,) * len(item.ids)
+        place = next(i for i, value in enumerate(item.rollout_logprobs) if counts[i] and not math.isfinite(value))
+        raise ValueError(
+            f"item {index}: the engine's log-probability of completion token {place} (id {item.ids[place]}) is "
+            f"{item.rollout_logprobs[place]}, expected a finite number for every token that is trained on. A token that was sampled "
+            "has one: look at the engine's logits and dtype, or leave the sample out (loss_mask leaves out tokens)"
+        )

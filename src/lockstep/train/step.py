@@ -110,7 +110,7 @@ class Actor:
         The ratio compares with the policy before the first of these steps (with a single one: exactly 1). If no rank brings
         a completion token there is no gradient, and no step is taken: all ranks agree on it, since they compare the global
         count. Raises, on every rank and without (another) step: `ValueError` (`LockstepError` on the ranks that are not to
-        blame) for an item whose prompt is empty or whose logprobs are not one per token, `LockstepError` if the gradient is
+        blame) for an item whose prompt is empty or whose logprobs are not one per token and finite, `LockstepError` if the gradient is
         not finite (over a float16 base: if the loss is not, or the gradient however little it is enlarged), `RankMissing` if a
         rank is lost.
         """
