@@ -10,14 +10,14 @@ SRC = Path(__file__).parent.parent / "src" / "lockstep"
 # The longest matching prefix decides. docs/architecture.md explains each.
 LAYERS = {
     "errors": 0, "types": 0, "names": 0, "known_warnings": 0,
-    "config": 1, "sections": 1, "sections_base": 1, "sections_critic": 1, "sections_teacher": 1,
+    "config": 1, "sections": 1, "sections_base": 1, "sections_critic": 1, "sections_environment": 1, "sections_teacher": 1,
     "yaml_text": 1, "dist": 1, "sampling": 1, "files": 1, "signals": 1, "rendezvous": 1, "worlds": 1,
-    "model": 2, "data": 2, "transport": 2, "observe.metrics": 2, "observe.timing": 2, "observe.samples": 2, "rundir": 2,
+    "model": 2, "data": 2, "environments": 2, "transport": 2, "observe.metrics": 2, "observe.timing": 2, "observe.samples": 2, "rundir": 2,
     "sharding": 3, "rollout": 3,
     "train": 4, "export": 4,
     "verify": 5, "observe": 5, "checkpoint": 5, "checkpoint_parts": 5, "engines": 5, "serving": 5,
     "assemble": 5, "assemble_critic": 5, "assemble_teacher": 5, "shard_model": 5,
-    "evaluate": 5, "rescue": 5, "plan_report": 5, "plan_text": 5,
+    "episodes": 5, "evaluate": 5, "rescue": 5, "plan_report": 5, "plan_text": 5,
     "loop": 6,
     "failures": 7, "supervise": 7, "launch": 7, "cli": 7, "cli_plan": 7, "__main__": 7,
     "testing": 9, "testing_engines": 9, "testing_faults": 10,

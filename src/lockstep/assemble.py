@@ -26,11 +26,12 @@ from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
 from lockstep.dist import World, all_or_none
 from lockstep.engines import DTYPES, engine_dtype, make_sampling, start_engine
+from lockstep.episodes import Episodes, Stage
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
 from lockstep.model.lora import dropout_of, inject_lora
-from lockstep.rollout.base import Engine
+from lockstep.rollout.base import Engine, Generate
 from lockstep.serving import Serving
 from lockstep.shard_model import shard_and_fill
 from lockstep.sharding.base import ShardedModel
@@ -74,6 +75,13 @@ class Parts:
     state: TrainState
     dropout: float
     """The adapter's own: that of `lora.init_from`, where there is one."""
+    episodes: Episodes | None = None
+    """Where the recipe has an environment."""
+
+    @property
+    def generate(self) -> Generate:
+        """Collective. What samples are made with: replies of the engine, or whole episodes."""
+        return self.serving.generate if self.episodes is None else self.episodes
 
 
 def check_world(config: Config, world: World) -> None:
@@ -97,6 +105,7 @@ def assemble(config: Config, world: World) -> Parts:
         files = find_model(config.model.path)
         tokenizer = load_tokenizer(files)
         data = load_data(config, tokenizer, rewards)
+        stage = Stage.of(config.environment, tokenizer=tokenizer, prompt=config.data.prompt)
         teacher_files = find_teacher(config, files, tokenizer)
     sharded = make_sharded(config, files, world)
     engine, connect = start_engine(config, files, tokenizer, world)
@@ -115,7 +124,7 @@ def assemble(config: Config, world: World) -> Parts:
             sampling=sampling,
             world=world,
             pad_id=pad_id,
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=config.rollout.max_new_tokens * (config.environment.max_turns if config.environment else 1),
             seed=config.run.seed,
             teacher=teacher,
         )
@@ -133,12 +142,13 @@ def assemble(config: Config, world: World) -> Parts:
             canary_every=config.canary.every_steps,
             connect=connect,
         )
+        episodes = make_episodes(stage, serving, sharded)
     except BaseException:
         engine.close()
         raise
     own = CriticState(critic.valuer.sharded, critic.optimizer.torch) if critic else None
     state = TrainState(sharded, optimizer.torch, actor.scaler, own)
-    return Parts(data, sampling, serving, sharded, actor, critic, state, dropout_of(sharded.module))
+    return Parts(data, sampling, serving, sharded, actor, critic, state, dropout_of(sharded.module), episodes)
 
 
 def choose_export(config: Config, engine: Engine, sharded: ShardedModel) -> Export:
@@ -183,6 +193,19 @@ def wire_dtype(config: Config, engine: Engine, export: Export) -> torch.dtype | 
     return getattr(torch, abilities.adapter_dtype)
 
 
+def make_episodes(stage: Stage | None, serving: Serving, sharded: ShardedModel) -> Episodes | None:
+    """No sample gets longer than the engine and the trainer's model can take."""
+    if stage is None:
+        return None
+    limits = [limit for limit in (serving.engine.abilities.max_len, positions_of(sharded)) if limit]
+    return Episodes(stage, serving.generate, world=sharded.world, max_len=min(limits, default=None))
+
+
+def positions_of(sharded: ShardedModel) -> int | None:
+    """Tokens that the model has positions for; None where its configuration does not say."""
+    return getattr(cast(Any, sharded.skeleton).config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def make_canary(
     config: Config,
     engine: Engine,
@@ -197,9 +220,6 @@ def make_canary(
     canary = config.canary
     if not canary.enabled:
         return None
-    model_len = getattr(
-        cast(Any, sharded.skeleton).config.get_text_config(decoder=True), "max_position_embeddings", None
-    )
     how_long = {} if engine.abilities.keeps_prefixes else {"length": SHORT_PROBE}
     made = Canary(
         sharded,
@@ -209,7 +229,7 @@ def make_canary(
         prompts=probe_prompts(
             prompts,
             num_prompts=canary.num_prompts,
-            max_len=model_len or sys.maxsize,
+            max_len=positions_of(sharded) or sys.maxsize,
             num_tokens=canary.num_tokens,
             **how_long,
         ),

@@ -38,6 +38,7 @@ from lockstep.sections import (
 )
 from lockstep.sections_base import LoraSection, Section, is_section
 from lockstep.sections_critic import CriticConfig
+from lockstep.sections_environment import EnvironmentConfig
 from lockstep.sections_teacher import TeacherConfig
 from lockstep.yaml_text import read_yaml, write_yaml
 
@@ -50,6 +51,7 @@ __all__ = [
     "DataSource",
     "DistConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "LoraSection",
     "ModelConfig",

@@ -26,6 +26,10 @@ class RewardError(LockstepError):
     """A reward function raised, hung, or returned something that is not one finite number per sample."""
 
 
+class EpisodeError(LockstepError):
+    """An environment raised, hung, or returned something that is no turn; the message shows the episode."""
+
+
 class RanksDisagree(LockstepError):
     """Ranks came to the same point with different plans. The same message is raised on every rank."""
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.table import Table
 
@@ -21,23 +21,16 @@ from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.dist import World, agree, all_or_none, sum_over_ranks
 from lockstep.engines import embedded_engine, make_sampling
+from lockstep.episodes import Episodes, Stage
 from lockstep.errors import ConfigError
 from lockstep.model.load import find_model, load_tokenizer
 from lockstep.observe.progress import configure_logging, make_console
-from lockstep.rollout.base import Engine
+from lockstep.rollout.base import Engine, Generate
 from lockstep.transport.inproc import push
 from lockstep.types import Bucket, Draw, Manifest, Prompt, Sample, Sampling, TensorSpec
 
 _CHUNK = 64
 """Prompts per rank between two looks at whether the run should stop."""
-
-
-class Generate(Protocol):
-    """Collective: samples for this rank's prompts, which may be none, as `Engine.generate` gives them."""
-
-    def __call__(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw
-    ) -> list[Sample]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +116,7 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
         tokenizer = load_tokenizer(files)
         rows = load_rows(config.data.eval, origin="data.eval")
         held_out = encode_held_out(config.data, rows, tokenizer, templates)
+        stage = Stage.of(config.environment, tokenizer=tokenizer, prompt=config.data.prompt)
         engine = embedded_engine(config, files, tokenizer, world)
         if adapter is not None:
             _push_folder(engine, Path(adapter))
@@ -130,8 +124,11 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
             make_sampling(config, engine.eos_ids), temperature=0.0, max_new_tokens=config.eval.max_new_tokens
         )
         chosen = {name: held_out[name] for name in templates or held_out}
+        generate = _together(engine, world)
+        if stage is not None:
+            generate = Episodes(stage, generate, world=world, max_len=engine.abilities.max_len)
         results = [
-            evaluate(_together(engine, world), prompts, judges=judges, sampling=sampling, world=world, template=name)
+            evaluate(generate, prompts, judges=judges, sampling=sampling, world=world, template=name)
             for name, prompts in chosen.items()
         ]
         console.print(

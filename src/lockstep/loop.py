@@ -125,7 +125,7 @@ class Loop:
         with self.rescued(), self.observer.phase("generate") as phase:
             draw = Draw(config.run.seed, self.step, first_slot=mine.start)
             num_samples = config.rollout.group_size
-            samples = self.parts.serving.generate(prompts, self.parts.sampling, num_samples=num_samples, draw=draw)
+            samples = self.parts.generate(prompts, self.parts.sampling, num_samples=num_samples, draw=draw)
             phase.tokens = self.total(sum(sample.num_sampled for sample in samples))
         with self.rescued(), self.observer.phase("reward"), dist.all_or_none(self.world, "reward"):
             return data.rewards.score(samples)
@@ -137,7 +137,8 @@ class Loop:
 
     def record(self, scored: Sequence[ScoredSample], *, update: UpdateResult, metrics: dict[str, float]) -> None:
         """Collective. The step's numbers over all ranks, to disk and screen."""
-        sums = dist.sum_stats(reward_stats(scored, self.parts.data.rewards.labels), self.world)
+        stats = reward_stats(scored, self.parts.data.rewards.labels, with_episodes=self.parts.episodes is not None)
+        sums = dist.sum_stats(stats, self.world)
         # A count of 0: the step had no gradient.
         means = {name: stat.mean for name, stat in (sums | update.stats).items() if stat.count}
         metrics = means | {"grad_norm": update.grad_norm, "lr": update.lr, "loss_tokens": update.num_tokens} | metrics
@@ -169,7 +170,7 @@ class Loop:
         greedy = replace(self.parts.sampling, temperature=0.0, max_new_tokens=self.config.eval.max_new_tokens)
         how: dict[str, Any] = {"sampling": greedy, "world": self.world, "should_stop": self.is_stopped}
         with self.rescued(), self.observer.phase(f"eval {name}"):
-            result = score_held_out(self.parts.serving.generate, self.parts.data, all_templates=name == "before", **how)
+            result = score_held_out(self.parts.generate, self.parts.data, all_templates=name == "before", **how)
         if result is not None:
             self.observer.score(name, result)
         return result

@@ -89,6 +89,12 @@ def row_uniforms(draw: Draw, slot: int, index: int, count: int) -> Tensor:
     return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
+def slot_seed(draw: Draw, slot: int) -> int:
+    """Seed for what a slot's environments draw: equal for the samples of a group, which begin alike."""
+    entropy = [draw.seed % 2**64, draw.step % 2**64, slot, 0, 1]
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Seed for what a rank draws while it trains a step (dropout): a resumed run draws what an uninterrupted one would."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -61,8 +61,27 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """What a sample of several turns is, besides its tokens."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """What was said after the prompt, by the policy (role "assistant") and by the environment."""
+    rewards: tuple[float, ...]
+    """The environment's, one per turn of the policy."""
+    ended: Literal["done", "max_turns", "cut", "room"]
+    """By whom: the environment; the recipe's limit of turns; a reply cut at max_new_tokens; no room for one more turn."""
+    info: tuple[Mapping[str, Any], ...] = ()
+    """What the environment noted, one per turn."""
+
+    @property
+    def reply(self) -> str:
+        """The policy's last."""
+        return str(self.messages[-1]["content"])
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion, exactly as it was sampled."""
+    """One completion, exactly as it was sampled: a reply, or (see `episode`) the turns of an episode behind each other."""
 
     prompt: Prompt
     slot: int
@@ -76,12 +95,14 @@ class Sample:
     text: str
     """`ids` decoded without special tokens."""
     finish: Literal["stop", "length"]
-    """"stop": an EOS token ended it; "length": cut at max_new_tokens."""
+    """"stop": an EOS token ended it; "length": cut at max_new_tokens, or an episode that had no room to go on."""
     policy_version: int
     """Version of the weights that sampled it."""
     loss_mask: tuple[bool, ...] | None = None
     """One per id: did the policy sample it, or is it an observation that was put behind a turn? None: all sampled.
     What `logprobs` holds for an observation means nothing."""
+    episode: Episode | None = None
+    """Where an environment answered; None: the sample is one reply."""
 
     @property
     def num_sampled(self) -> int:

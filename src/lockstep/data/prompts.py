@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -73,6 +73,19 @@ def encode_prompts(
             f"the shortest has {min(map(len, encoded))} tokens; raise the limit or shorten the questions"
         )
     return PromptSet(prompts=tuple(kept), num_dropped=_count_dropped(len(rows), len(kept), prompt, name))
+
+
+def encode_opening(
+    messages: Sequence[Mapping[str, Any]], row: Prompt, *, prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase
+) -> Prompt:
+    """`row` with these messages as the whole conversation so far; no `data.prompt.template` is put around them.
+
+    Raises `DataError` as `encode_prompts` does, and for more than `data.prompt.max_tokens` tokens.
+    """
+    text = _render(list(messages), prompt.model_copy(update={"template": "{prompt}"}), tokenizer=tokenizer, uid=row.uid)
+    (ids,) = _encode([text], prompt, tokenizer)
+    _fits(ids, prompt.model_copy(update={"on_too_long": "error"}), row.uid)  # raises where they do not
+    return replace(row, ids=tuple(ids), text=text)
 
 
 def _count_dropped(num_rows: int, num_kept: int, prompt: PromptConfig, name: str) -> int:

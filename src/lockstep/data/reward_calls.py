@@ -13,22 +13,15 @@ It gets those of the four that it names (all four if it takes **kwargs), and the
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config import RewardConfig
 from lockstep.data.extras import import_extra
+from lockstep.data.own_code import find_own
 from lockstep.data.reward_functions import NAMED_REWARDS
 from lockstep.errors import ConfigError
 from lockstep.types import Sample
@@ -46,12 +39,14 @@ class RewardCall:
     """Those of PER_SAMPLE or of BATCHED that the function gets."""
     args: Mapping[str, Any]
     is_batched: bool
+    sees: Literal["all", "reply"] = "all"
+    """What of a sample of several turns is its completion."""
 
     def calls(self, samples: Sequence[Sample]) -> list[Callable[[], Any]]:
         """One call for the batch, or one per sample."""
         if not self.is_batched:
-            return [self._call(_facts(sample)) for sample in samples]
-        facts = [_facts(sample) for sample in samples]
+            return [self._call(_facts(sample, self.sees)) for sample in samples]
+        facts = [_facts(sample, self.sees) for sample in samples]
         return [
             self._call({many: [fact[one] for fact in facts] for one, many in zip(PER_SAMPLE, BATCHED, strict=True)})
         ]
@@ -65,7 +60,7 @@ def resolve_reward(config: RewardConfig) -> RewardCall:
     """Find the function and check that it can be called. Raises `ConfigError`: unknown name, package or file that is
     missing or does not import, no such function, parameters that are neither of the two kinds, wrong `args`."""
     if ":" in config.name:
-        function = _load_function(config.name)
+        function = find_own(config.name, kind="reward", thing="function")
     else:
         named = NAMED_REWARDS.get(config.name)
         if named is None:
@@ -76,69 +71,16 @@ def resolve_reward(config: RewardConfig) -> RewardCall:
     return _check_call(function, config)
 
 
-def _facts(sample: Sample) -> dict[str, Any]:
+def _facts(sample: Sample, sees: Literal["all", "reply"]) -> dict[str, Any]:
     prompt = sample.prompt
-    return dict(zip(PER_SAMPLE, (sample.text, prompt.answer, prompt.text, sample), strict=True))
+    text = sample.episode.reply if sample.episode is not None and sees == "reply" else sample.text
+    return dict(zip(PER_SAMPLE, (text, prompt.answer, prompt.text, sample), strict=True))
 
 
 def _unknown_name(name: str) -> str:
     near = difflib.get_close_matches(name, NAMED_REWARDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NAMED_REWARDS)}"
     return f"reward: unknown name {name!r}; {hint}. One of your own is module:function or path/to/file.py:function"
-
-
-def _load_function(name: str) -> Callable[..., Any]:
-    where, _, attribute = name.rpartition(":")
-    module = _load_file(where, name) if where.endswith(".py") else _load_module(where, name)
-    function = vars(module).get(attribute)
-    if callable(function):
-        return function
-    if function is not None:
-        raise ConfigError(f"reward {name!r}: {attribute} is a {type(function).__name__}, not a function")
-    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    near = difflib.get_close_matches(attribute, functions, n=1, cutoff=0.0)
-    hint = f"; the nearest is {near[0]!r}" if near else ""
-    raise ConfigError(f"reward {name!r}: {where} has no function {attribute!r}{hint}")
-
-
-def _load_module(where: str, name: str) -> ModuleType:
-    cwd = os.getcwd()
-    if cwd not in sys.path and "" not in sys.path:
-        sys.path.insert(0, cwd)  # as `python -m` does; a console script has only its own folder there
-        importlib.invalidate_caches()
-    try:
-        with contextlib.chdir(os.curdir):  # come back, whatever the module does
-            return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise ConfigError(f"reward {name!r}: importing {where} failed: {error}") from error
-        raise ConfigError(
-            f"reward {name!r}: no module {where!r}, neither installed nor in {cwd}; "
-            "give module:function or path/to/file.py:function"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward {name!r}: importing {where} failed: {type(error).__name__}: {error}") from error
-
-
-def _load_file(where: str, name: str) -> ModuleType:
-    path = Path(where).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"reward {name!r}: the file {where!r} does not exist (looked in {Path.cwd()})")
-    module_name = f"lockstep_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        with contextlib.chdir(os.curdir):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        raise ConfigError(f"reward {name!r}: running {where} failed: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _check_call(function: Callable[..., Any], config: RewardConfig) -> RewardCall:
@@ -156,7 +98,7 @@ def _check_call(function: Callable[..., Any], config: RewardConfig) -> RewardCal
     is_batched = "completions" in parameters
     offered = tuple(key for key in (BATCHED if is_batched else PER_SAMPLE) if takes_any or key in parameters)
     _check_args(config, offered, signature, takes_any)
-    return RewardCall(function=function, offered=offered, args=dict(config.args), is_batched=is_batched)
+    return RewardCall(function, offered, dict(config.args), is_batched, config.sees)
 
 
 def _check_args(config: RewardConfig, offered: Sequence[str], signature: inspect.Signature, takes_any: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -87,6 +88,13 @@ def reasoning_gym(completion: str, sample: Sample, *, answer_tag: str = "answer"
         return 0.0
 
 
+def environment(completion: str, sample: Sample) -> float:
+    """What the environment gave for the sample's turns, summed."""
+    if sample.episode is None:
+        raise ValueError("the reward environment needs samples that an environment answered; these have none")
+    return math.fsum(sample.episode.rewards)
+
+
 @dataclass(frozen=True, slots=True)
 class NamedReward:
     """A reward that a recipe can name."""
@@ -103,6 +111,7 @@ NAMED_REWARDS = {
     "format_regex": NamedReward(format_regex),
     "math_verify": NamedReward(math_verify, package="math_verify"),
     "reasoning_gym": NamedReward(reasoning_gym, package="reasoning_gym"),
+    "environment": NamedReward(environment),
 }
 
 

@@ -13,14 +13,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from torch.utils.tensorboard import SummaryWriter
 
 from lockstep.errors import LockstepError
 from lockstep.files import atomic_write_text, explain_os_errors
 from lockstep.rundir import RunDir
-from lockstep.types import ScoredSample, Stat
+from lockstep.types import Episode, ScoredSample, Stat
 
 log = logging.getLogger(__name__)
 
@@ -111,11 +111,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def reward_stats(scored: Sequence[ScoredSample], labels: Sequence[str]) -> dict[str, Stat]:
+def reward_stats(
+    scored: Sequence[ScoredSample], labels: Sequence[str], *, with_episodes: bool = False
+) -> dict[str, Stat]:
     """Sums and counts of one rank's samples, for `dist.sum_stats`: the same keys on every rank, also on one without samples.
 
     `reward` and `reward.<label>` (`labels` names the reward functions), `completion_tokens` (sampled ones) per sample,
-    `truncated` (share cut at max_new_tokens) and `empty` (share without any text).
+    `truncated` (share cut at max_new_tokens) and `empty` (share without any text). `with_episodes`, where the recipe has an
+    environment: `turns` and `observation_tokens` per sample, and the share `ended.<how>` of each way to end.
     """
     count = len(scored)
     columns = {
@@ -124,8 +127,19 @@ def reward_stats(scored: Sequence[ScoredSample], labels: Sequence[str]) -> dict[
         "completion_tokens": [item.sample.num_sampled for item in scored],
         "truncated": [item.sample.finish == "length" for item in scored],
         "empty": [not item.sample.text.strip() for item in scored],
+        **(_episode_columns(scored) if with_episodes else {}),
     }
     return {name: Stat(math.fsum(values), count) for name, values in columns.items()}
+
+
+def _episode_columns(scored: Sequence[ScoredSample]) -> dict[str, list[float]]:
+    episodes = [item.sample.episode for item in scored if item.sample.episode is not None]
+    ways = get_args(get_type_hints(Episode)["ended"])
+    return {
+        "turns": [len(episode.rewards) for episode in episodes],
+        "observation_tokens": [len(item.sample.ids) - item.sample.num_sampled for item in scored],
+        **{f"ended.{way}": [episode.ended == way for episode in episodes] for way in ways},
+    }
 
 
 def refuse_empty(sums: Mapping[str, Stat], *, step: int, samples: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.files import atomic_write_text, explain_os_errors
 from lockstep.observe.metrics import finite_or_none
 from lockstep.rundir import RunDir
-from lockstep.types import ScoredSample
+from lockstep.types import Episode, ScoredSample
 
 _PREFIX = "step-"
 
@@ -37,7 +37,11 @@ class SampleWriter:
 
 
 def sample_entry(item: ScoredSample) -> dict[str, Any]:
-    """A JSON object of everything that is known of one sample. Log-probabilities of -inf become null."""
+    """A JSON object of everything that is known of one sample. Log-probabilities of -inf become null.
+
+    An episode also has its `turns`, one message after the other, to be read in place of `completion`; what the environment
+    gave and noted for each; and `sampled`, which tells the policy's ids (1) from those that it was shown (0).
+    """
     sample = item.sample
     return {
         "uid": sample.prompt.uid,
@@ -52,4 +56,20 @@ def sample_entry(item: ScoredSample) -> dict[str, Any]:
         "policy_version": sample.policy_version,
         "ids": list(sample.ids),
         "logprobs": [finite_or_none(value) for value in sample.logprobs],
+        **(_episode(sample.episode) if sample.episode is not None else {}),
+        **({"sampled": [int(own) for own in sample.loss_mask]} if sample.loss_mask is not None else {}),
     }
+
+
+def _episode(episode: Episode) -> dict[str, Any]:
+    return {
+        "turns": [dict(message) for message in episode.messages],
+        "ended": episode.ended,
+        "turn_rewards": [finite_or_none(value) for value in episode.rewards],
+        "info": [_printable(info) for info in episode.info],
+    }
+
+
+def _printable(info: Mapping[str, Any]) -> Any:
+    """What JSON cannot hold is shown as Python shows it."""
+    return json.loads(json.dumps({str(key): value for key, value in info.items()}, default=repr))

@@ -29,6 +29,14 @@ class Abilities:
     """What it keeps adapters in: they are rounded to it before they travel. None: in what they come in."""
 
 
+class Generate(Protocol):
+    """Collective: samples for this rank's prompts, which may be none, as `Engine.generate` gives them."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw
+    ) -> list[Sample]: ...
+
+
 class Engine(Receiver, Protocol):
     """A rollout engine. It is also the receiving end of a weight update (`begin`, `receive`, `commit`, `abort`).
 

@@ -1,0 +1,296 @@
+"""Prompts and an engine in, samples that are whole episodes out: reply, observation, reply, .. until somebody ends it.
+
+    prompts -> generate (the group's shared prompt) -> environment.step -> observation ids behind the reply -> generate -> ...
+
+A sample's ids are what the policy sampled and what it was shown, concatenated in that order and never tokenised again; its
+`loss_mask` tells the two apart. An `Episodes` stands in for the engine's `generate` where the recipe has an environment: in the
+loop and in the evaluation. Every rank makes the same number of generate calls, some of them with no prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Literal, NoReturn
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.config import EnvironmentConfig, PromptConfig
+from lockstep.data.prompts import encode_opening
+from lockstep.data.time_limit import CallFailed, CallTimedOut, call_all
+from lockstep.dist import World, all_or_none, any_rank
+from lockstep.environments.base import Message, Reply, Turn
+from lockstep.environments.find import EnvironmentKind, find_environment
+from lockstep.environments.observations import Observation, Observations
+from lockstep.errors import EpisodeError, StaleWeights
+from lockstep.rollout.base import Generate
+from lockstep.sampling import slot_seed
+from lockstep.types import Draw, Episode, Prompt, Sample, Sampling
+
+log = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What episodes are played with, found and checked before any model is loaded."""
+
+    config: EnvironmentConfig
+    kind: EnvironmentKind
+    observations: Observations
+    tokenizer: PreTrainedTokenizerBase
+    prompt: PromptConfig
+
+    @classmethod
+    def of(
+        cls, config: EnvironmentConfig | None, *, tokenizer: PreTrainedTokenizerBase, prompt: PromptConfig
+    ) -> Stage | None:
+        """None for None. Raises `ConfigError` for an environment that cannot be made, or a chat template that cannot go on."""
+        if config is None:
+            return None
+        observations = Observations(tokenizer, max_tokens=config.max_observation_tokens)
+        return cls(config, find_environment(config), observations, tokenizer, prompt)
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One sample under way."""
+
+    prompt: Prompt
+    slot: int
+    index: int
+    environment: Any = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    info: list[Mapping[str, Any]] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+    ended: Literal["done", "max_turns", "cut", "room"] | None = None
+
+    def hears(self, reply: Sample) -> Reply:
+        self.ids += reply.ids
+        self.logprobs += reply.logprobs
+        self.mask += [True] * len(reply.ids)
+        self.messages.append({"role": "assistant", "content": reply.text})
+        self.versions.add(reply.policy_version)
+        return Reply(reply.text, reply.ids, reply.finish, turn=len(self.rewards))
+
+    def reads(self, observation: Observation) -> None:
+        self.ids += observation.ids
+        self.logprobs += [0.0] * len(observation.ids)
+        self.mask += [False] * len(observation.ids)
+        self.messages += observation.messages
+
+    def so_far(self) -> Prompt:
+        """What the next turn goes on from."""
+        return replace(self.prompt, ids=(*self.prompt.ids, *self.ids))
+
+    def sample(self, decode: Callable[[Sequence[int]], str]) -> Sample:
+        assert self.ended is not None
+        (version,) = self.versions
+        return Sample(
+            prompt=self.prompt,
+            slot=self.slot,
+            index=self.index,
+            ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs),
+            text=decode(self.ids),
+            finish="length" if self.ended in ("cut", "room") else "stop",
+            policy_version=version,
+            loss_mask=tuple(self.mask),
+            episode=Episode(tuple(self.messages), tuple(self.rewards), self.ended, tuple(self.info)),
+        )
+
+
+class Episodes:
+    """A `Generate` (rollout/base.py): called as an engine is, its samples are episodes."""
+
+    def __init__(self, stage: Stage, generate: Generate, *, world: World, max_len: int | None):
+        """`generate`: collective, one reply per sample wanted. `max_len`: tokens that engine and model can take; None: any."""
+        self._stage, self._generate, self._world = stage, generate, world
+        limits = [limit for limit in (stage.config.max_tokens, max_len) if limit is not None]
+        self._max_tokens = min(limits, default=None)
+
+    def __call__(self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw) -> list[Sample]:
+        """Collective. An episode for each sample, ordered by slot, then index; `sampling.max_new_tokens` bounds one reply.
+
+        What a turn draws is named by (seed, step, slot, index, turn) alone. Raises, on every rank, `EpisodeError` for an
+        environment that raises, hangs or answers with no `Turn` (a `LockstepError` on the ranks that are not to blame).
+        """
+        with self._closing([]) as episodes:
+            with all_or_none(self._world, "environment"):
+                opened = self._open(episodes, prompts, num_samples, draw)
+            replies = self._generate(opened, sampling, num_samples=num_samples, draw=draw)
+            going = episodes
+            for turn in count(1):
+                with all_or_none(self._world, "environment"):
+                    going = self._step(going, replies, room=sampling.max_new_tokens)
+                if not any_rank(bool(going), self._world):
+                    break
+                rows = tuple((each.slot, each.index) for each in going)
+                more = replace(draw, turn=turn, rows=rows)
+                replies = self._generate([each.so_far() for each in going], sampling, num_samples=1, draw=more)
+        return [each.sample(self._decode) for each in episodes]
+
+    def _open(self, episodes: list[_Episode], prompts: Sequence[Prompt], num_samples: int, draw: Draw) -> list[Prompt]:
+        """Fill `episodes`, each environment reset; the prompts to begin with. What it has made is in the list also if it raises."""
+        for slot, prompt in enumerate(prompts, start=draw.first_slot):
+            episodes += [_Episode(prompt, slot, index) for index in range(num_samples)]
+        openings = self._call(episodes, [self._beginning(each, draw) for each in episodes], "reset")
+        opened = []
+        for start in range(0, len(episodes), num_samples):
+            group = episodes[start : start + num_samples]
+            prompt = self._opened(group, openings[start : start + num_samples])
+            for each in group:
+                each.prompt = prompt
+            opened.append(prompt)
+        return opened
+
+    def _beginning(self, episode: _Episode, draw: Draw) -> Callable[[], Any]:
+        kind = self._stage.kind
+        options = {"seed": slot_seed(draw, episode.slot)} if kind.takes_seed else {}
+
+        def begin() -> Any:
+            episode.environment = kind.new()
+            reset = getattr(episode.environment, "reset", None)
+            return None if reset is None else reset(episode.prompt.row, **options)
+
+        return begin
+
+    def _opened(self, group: Sequence[_Episode], openings: Sequence[Any]) -> Prompt:
+        """The group's prompt: the row's own, or what `reset` has put in its place."""
+        odd = next((i for i, opening in enumerate(openings) if opening != openings[0]), None)
+        if odd is not None:
+            self._fail(
+                f"reset gave sample {odd} of a group other messages than sample 0, and they share one prompt; expected the "
+                "same for the same row and seed",
+                group[odd],
+            )
+        if openings[0] is None:
+            return group[0].prompt
+        self._check_messages(openings[0], "reset", group[0])
+        return encode_opening(openings[0], group[0].prompt, prompt=self._stage.prompt, tokenizer=self._stage.tokenizer)
+
+    def _step(self, going: Sequence[_Episode], replies: Sequence[Sample], *, room: int) -> list[_Episode]:
+        """The environments answer. Returns the episodes that go on, their observations put behind their replies."""
+        by_row = {(reply.slot, reply.index): reply for reply in replies}
+        heard = [each.hears(by_row[each.slot, each.index]) for each in going]
+        calls = [_calling(each.environment.step, reply) for each, reply in zip(going, heard, strict=True)]
+        turns = self._call(going, calls, "step")
+        for each, reply, turn in zip(going, heard, turns, strict=True):
+            self._check_turn(turn, each)
+            each.rewards.append(float(turn.reward))
+            each.info.append(dict(turn.info))
+            if len(each.versions) > 1:
+                raise StaleWeights(
+                    f"slot {each.slot}, sample {each.index}: its turns were sampled with versions {sorted(each.versions)}; "
+                    "expected one. Look at the engine's log: who else sends it weights?"
+                )
+            self._go_on_or_end(each, reply, turn, room)
+        return [each for each in going if each.ended is None]
+
+    def _go_on_or_end(self, episode: _Episode, reply: Reply, turn: Turn, room: int) -> None:
+        """What ends an episode leaves nothing behind its last reply: nobody would read it."""
+        if reply.finish == "length":
+            episode.ended = "cut"
+        elif turn.done:
+            episode.ended = "done"
+        elif len(episode.rewards) == self._stage.config.max_turns:
+            episode.ended = "max_turns"
+        else:
+            self._check_messages(turn.messages, "step", episode)
+            try:
+                observation = self._stage.observations.encode(turn.messages, last_id=reply.ids[-1])
+            except EpisodeError as error:
+                self._fail(str(error), episode, cause=error)
+            needed = len(episode.prompt.ids) + len(episode.ids) + len(observation.ids) + room
+            if self._max_tokens is not None and needed > self._max_tokens:
+                episode.ended = "room"
+            else:
+                episode.reads(observation)
+
+    def _check_turn(self, turn: Any, episode: _Episode) -> None:
+        if not isinstance(turn, Turn):
+            self._fail(f"step: expected a lockstep.environments.Turn; {_clip(repr(turn))} came", episode)
+        if not isinstance(turn.reward, numbers.Real) or not math.isfinite(turn.reward):
+            self._fail(f"step: expected a finite number as the turn's reward; {turn.reward!r} came", episode)
+
+    def _check_messages(self, messages: Any, method: str, episode: _Episode) -> None:
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+            self._fail(
+                f"{method}: expected a list of at least one message; {_clip(repr(messages))} came. A turn that is not done has to "
+                "say something, which the policy then answers",
+                episode,
+            )
+        for message in messages:
+            is_one = isinstance(message, Mapping) and all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            )
+            if not is_one:
+                self._fail(
+                    f'{method}: a message must be {{"role": text, "content": text}}; {_clip(repr(message))} came',
+                    episode,
+                )
+
+    def _call(self, episodes: Sequence[_Episode], calls: Sequence[Callable[[], Any]], method: str) -> list[Any]:
+        """One call per episode, within the time limit."""
+        limit = self._stage.config.timeout_s
+        try:
+            with contextlib.chdir(os.curdir):  # come back: a run's paths may be relative
+                return call_all(calls, limit)
+        except CallTimedOut as late:
+            self._fail(
+                f"{method} took longer than environment.timeout_s {limit:g} s for {len(calls)} samples; make it faster or raise "
+                "the limit. It was at this one",
+                episodes[late.index],
+            )
+        except CallFailed as failed:
+            error = failed.__cause__
+            self._fail(f"{method} raised {type(error).__name__}: {error}", episodes[failed.index], cause=error)
+
+    @contextlib.contextmanager
+    def _closing(self, episodes: list[_Episode]) -> Iterator[list[_Episode]]:
+        """Collective, unless it raises. Every environment is closed; an error in doing so does not hide one that came before."""
+        try:
+            yield episodes
+        except BaseException:
+            try:
+                self._close(episodes)
+            except EpisodeError as error:
+                log.warning("after another error: %s", error)
+            raise
+        with all_or_none(self._world, "closing environments"):
+            self._close(episodes)
+
+    def _close(self, episodes: Sequence[_Episode]) -> None:
+        made = [each for each in episodes if hasattr(each.environment, "close")]
+        self._call(made, [each.environment.close for each in made], "close")
+
+    def _fail(self, what: str, episode: _Episode, *, cause: BaseException | None = None) -> NoReturn:
+        said = "".join(f"\n  {message['role']}: {_clip(repr(message['content']))}" for message in episode.messages)
+        raise EpisodeError(
+            f"environment {self._stage.kind.name!r}: {what}; the episode (slot {episode.slot}, sample {episode.index}):"
+            f"\n  prompt {episode.prompt.uid}: {_clip(repr(episode.prompt.text))}{said}"
+        ) from cause
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._stage.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _calling(step: Callable[[Reply], Any], reply: Reply) -> Callable[[], Any]:
+    return lambda: step(reply)
+
+
+def _clip(text: str) -> str:
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}... ({len(text) - _SHOWN_CHARACTERS} more characters)"
