@@ -18,7 +18,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-matrix test-versions test-vllm test-faults check lint types env vllm-env bench bench-export bench-parity bench-sync clean
+.PHONY: help demo test test-matrix test-versions test-vllm test-faults check lint types env vllm-env bench bench-export bench-parity bench-sync bench-update clean
 
 help:
 	@echo "make demo    install, then train a real model by GRPO on 2 ranks (about 8 minutes after the install)"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench   speed of the embedded engine against model.generate"
 	@echo "make bench-export   time, memory and bytes of weight exports against verl's (an environment of its own; an hour)"
 	@echo "make bench-sync     what an update of the engine costs: embedded and a real vLLM (a quarter of an hour; needs make vllm-env)"
+	@echo "make bench-update   tokens per second of log-probabilities and updates by layout, and the memory of logits (about 10 minutes)"
 	@echo "make bench-parity   losses and advantages against TRL's and verl's released functions (an environment of its own)"
 	@echo "make test-versions  the export suite over versions of peft, transformers and torch (several GB of downloads)"
 
@@ -76,6 +77,9 @@ $(BENCH_VENV)/.done: pyproject.toml constraints.txt benchmarks/requirements.txt
 
 bench-sync: env $(VLLM_VENV)/.done
 	$(BIN)/python benchmarks/bench_sync.py --python $(VLLM_VENV)/bin/python $(BENCH_ARGS)
+
+bench-update: env
+	$(BIN)/python benchmarks/bench_update.py $(BENCH_ARGS)
 
 bench-parity: $(PARITY_VENV)/.done
 	$(PARITY_VENV)/bin/python benchmarks/bench_parity.py
