@@ -21,7 +21,7 @@ from lockstep.sections_base import (
     PositiveInt,
     Section,
 )
-from lockstep.sections_critic import CriticConfig
+from lockstep.sections_critic import CriticConfig, check_critic
 from lockstep.sections_environment import EnvironmentConfig, check_environment
 from lockstep.sections_teacher import TeacherConfig
 
@@ -424,7 +424,13 @@ class Config(Section):
             raise ValueError(
                 "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
             )
-        _check_critic(self)
+        check_critic(
+            self.critic,
+            algorithm=self.train.algorithm,
+            dtype=self.model.dtype,
+            num_steps=self.run.num_steps,
+            prompts_per_step=self.rollout.prompts_per_step,
+        )
         rewards = {f"reward.{number}": each.name for number, each in enumerate(self.reward)}
         check_environment(
             self.environment,
@@ -451,33 +457,6 @@ class Config(Section):
             if "{prompt}" not in text:
                 raise ValueError(f"{where} must contain {{prompt}}, which stands for the question; it is {text!r}")
         return self
-
-
-def _check_critic(config: Config) -> None:
-    critic, algorithm = config.critic, config.train.algorithm
-    if critic is None:
-        if algorithm == "gae":
-            raise ValueError(
-                "train.algorithm: gae needs a critic; give the section critic, as in `critic: {kind: model}`"
-            )
-        return
-    if algorithm != "gae":
-        raise ValueError(
-            f"a critic is given, and train.algorithm: {algorithm} has no use for one; use gae, or leave the section critic out"
-        )
-    if config.model.dtype == "float16":
-        raise ValueError(
-            "model.dtype float16 needs the loss scaled, and a critic's is not; use bfloat16 or float32, or leave the critic out"
-        )
-    if critic.warmup_steps >= config.run.num_steps:
-        raise ValueError(
-            f"critic.warmup_steps={critic.warmup_steps} leaves none of run.num_steps={config.run.num_steps} for the policy; use fewer"
-        )
-    if critic.mini_batches is not None and critic.mini_batches > config.rollout.prompts_per_step:
-        raise ValueError(
-            f"critic.mini_batches={critic.mini_batches} cannot share rollout.prompts_per_step={config.rollout.prompts_per_step} "
-            "prompts: a prompt's samples stay together; use at most as many"
-        )
 
 
 def _check_teacher(config: Config) -> None:

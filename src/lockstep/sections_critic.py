@@ -71,3 +71,33 @@ class CriticConfig(Section):
                 "and give that as path"
             )
         return self
+
+
+def check_critic(
+    critic: CriticConfig | None, *, algorithm: str, dtype: str, num_steps: int, prompts_per_step: int
+) -> None:
+    """What a critic and other sections mean for each other. Raises `ValueError`."""
+    if critic is None:
+        if algorithm == "gae":
+            raise ValueError(
+                "train.algorithm: gae needs a critic; give the section critic, as in `critic: {kind: model}`"
+            )
+        return
+    if algorithm != "gae":
+        raise ValueError(
+            f"a critic is given, and train.algorithm: {algorithm} has no use for one; use gae, or leave the section critic out"
+        )
+    if critic.kind == "model" and dtype == "float16":
+        raise ValueError(
+            "critic.kind: model over float16 would need a loss scale of its own, which it has not; use model.dtype bfloat16 or "
+            "float32, or critic.kind: head, which is trained in float32 alone"
+        )
+    if critic.warmup_steps >= num_steps:
+        raise ValueError(
+            f"critic.warmup_steps={critic.warmup_steps} leaves none of run.num_steps={num_steps} for the policy; use fewer"
+        )
+    if critic.mini_batches is not None and critic.mini_batches > prompts_per_step:
+        raise ValueError(
+            f"critic.mini_batches={critic.mini_batches} cannot share rollout.prompts_per_step={prompts_per_step} prompts: a "
+            "prompt's samples stay together; use at most as many"
+        )
