@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from lockstep.dist import World, data_phase, sum_stats
 from lockstep.errors import LockstepError
 from lockstep.train.mini_batches import ByItem, MiniBatch, Planner
 from lockstep.train.objective import sequences_of
+from lockstep.train.offload import activations_on_host
 from lockstep.train.optim import Optimizer
 from lockstep.train.value_loss import explained_variance, value_loss
 from lockstep.train.values import Valuer
@@ -100,6 +102,7 @@ class Critic:
         self.optimizer = optimizer
         self.world = world
         self._config = critic
+        self._offloads = train.offload_activations
         self._seed = seed
         self._planner = Planner(critic_train(critic, train), _num_tokens, world=world, pad_id=pad_id)
 
@@ -169,9 +172,10 @@ class Critic:
         sharded.module.train()
         scale = self.world.size / mini.denominator
         stats: dict[str, Stat] = defaultdict(lambda: Stat(0.0, 0.0))
+        host = activations_on_host if self._offloads else nullcontext
         for number, batch in enumerate(mini.batches, start=1):
             sharded.set_gradient_sync(number == len(mini.batches))
-            with record_function("train::values forward"):
+            with record_function("train::values forward"), host():
                 values_N = self.valuer.values(batch, mini.join(kept.features, batch))
                 sums = value_loss(
                     values_N,
