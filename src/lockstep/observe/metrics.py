@@ -118,7 +118,7 @@ def reward_stats(
 
     `reward` and `reward.<label>` (`labels` names the reward functions), `completion_tokens` (sampled ones) per sample,
     `truncated` (share cut at max_new_tokens) and `empty` (share without any text). `with_episodes`, where the recipe has an
-    environment: `turns` and `observation_tokens` per sample, and the share `ended.<how>` of each way to end.
+    environment: `episode/turns` and `episode/observation_tokens` per sample, and the share of each way to end (`episode/done`, ..).
     """
     count = len(scored)
     columns = {
@@ -136,9 +136,9 @@ def _episode_columns(scored: Sequence[ScoredSample]) -> dict[str, list[float]]:
     episodes = [item.sample.episode for item in scored if item.sample.episode is not None]
     ways = get_args(get_type_hints(Episode)["ended"])
     return {
-        "turns": [len(episode.rewards) for episode in episodes],
-        "observation_tokens": [len(item.sample.ids) - item.sample.num_sampled for item in scored],
-        **{f"ended.{way}": [episode.ended == way for episode in episodes] for way in ways},
+        "episode/turns": [len(episode.rewards) for episode in episodes],
+        "episode/observation_tokens": [len(item.sample.ids) - item.sample.num_sampled for item in scored],
+        **{f"episode/{way}": [episode.ended == way for episode in episodes] for way in ways},
     }
 
 
