@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from lockstep.known_warnings import while_injecting
 from lockstep.model.lora import reference_policy
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
+from lockstep.train.teacher import Teacher
 from lockstep.types import Sampling, TrainItem
 
 PLAIN = Sampling(max_new_tokens=16)
@@ -87,6 +88,12 @@ class Unsharded:
     def adapter_off(self) -> AbstractContextManager[None]:
         return reference_policy(cast(PeftModel, self.module))
 
+    def gathered(self, part: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        pass
+
 
 def whole_gradients(sharded: Any) -> dict[str, Tensor]:
     """Collective. Full gradient of every trainable parameter, copied; zeros where there is none."""
@@ -97,7 +104,14 @@ def whole_gradients(sharded: Any) -> dict[str, Tensor]:
     return out
 
 
-def make_actor(sharded: Any, world: World | None = None, *, sampling: Sampling = PLAIN, **train: Any) -> Actor:
+def make_actor(
+    sharded: Any,
+    world: World | None = None,
+    *,
+    sampling: Sampling = PLAIN,
+    teacher: Teacher | None = None,
+    **train: Any,
+) -> Actor:
     config = TrainConfig(**{"lr": 1e-2, "packing": "padded", **train})
     return Actor(
         sharded,
@@ -107,6 +121,7 @@ def make_actor(sharded: Any, world: World | None = None, *, sampling: Sampling =
         world=world or World(),
         pad_id=0,
         max_new_tokens=16,
+        teacher=teacher,
     )
 
 

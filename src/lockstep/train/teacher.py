@@ -33,13 +33,22 @@ from lockstep.types import Sampling
 class Teacher:
     """A frozen model that answers for micro-batches, at the sampling's temperature (and without its top-k and top-p)."""
 
-    def __init__(self, sharded: ShardedModel, config: TeacherConfig, *, sampling: Sampling, vocabulary: int):
-        """`vocabulary`: rows of the policy's head."""
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        config: TeacherConfig,
+        *,
+        sampling: Sampling,
+        vocabulary: int,
+        chunk_tokens: int = 1024,
+    ):
+        """`vocabulary`: rows of the policy's head. `chunk_tokens`: of its own scoring (top k, sampled)."""
         self.sharded = sharded
         self.distillation = Distillation(config.coef, _kind(config))
         self._sampling = Sampling(temperature=sampling.temperature)
         self._top_k = config.top_k
         self._vocabulary = vocabulary
+        self._chunk_tokens = chunk_tokens
         sharded.module.eval()
 
     @contextmanager
@@ -59,7 +68,7 @@ class Teacher:
             answer = WholeAnswer(found.rows, found.logits, self._sampling.temperature)
             return answer, nullcontext() if found.head is None else self.sharded.gathered(found.head)
         keep = _KeepTop(self._top_k, self._vocabulary) if self.distillation.kind == "top_k" else None
-        scored = token_logprobs(module, batch, sampling=self._sampling, teacher=keep)
+        scored = token_logprobs(module, batch, sampling=self._sampling, chunk_tokens=self._chunk_tokens, teacher=keep)
         self.sharded.settle()
         return SampledAnswer(scored.logprobs) if keep is None else keep.answer(), nullcontext()
 
