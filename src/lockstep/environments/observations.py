@@ -128,13 +128,13 @@ class Observations:
         def fits(shown: Sequence[Message]) -> bool:
             return len(self._encode(shown, last_id=last_id)) <= self._max_tokens
 
-        for _ in messages:
-            longest = max(range(len(messages)), key=lambda i: len(messages[i]["content"]))
-            low, high = 0, len(messages[longest]["content"])  # so many characters fit, or none do; so many do not
+        lengths = [len(message["content"]) for message in messages]
+        for number in sorted(range(len(messages)), key=lambda number: -lengths[number]):
+            low, high = 0, lengths[number]  # so many characters fit, or none do; so many do not
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if fits(_shortened(messages, longest, middle)) else (low, middle)
-            messages = _shortened(messages, longest, low)
+                low, high = (middle, high) if fits(_shortened(messages, number, middle)) else (low, middle)
+            messages = _shortened(messages, number, low)
             if fits(messages):
                 return messages
         raise EpisodeError(
