@@ -3,7 +3,7 @@
 Every run is `lockstep train` on the demo's task with the same prompts, samples and steps; only the algorithm differs. A run that
 is there already is not made again, so the figure can be drawn while others are still to come.
 
-    python benchmarks/learning_curves.py run --dir curves                    # about eight minutes a run on one core
+    python benchmarks/learning_curves.py run --dir curves                    # about five minutes a run on one core
     python benchmarks/learning_curves.py draw --dir curves --out docs/learning-curves.svg
 """
 
@@ -21,10 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 STEPS = 16
 EVERY = 4
+PROMPTS = 8
+"""Per step; 8 samples of each."""
 LIMIT_S = 7200
 SAME = (
     f"run.num_steps={STEPS}",
     "run.max_train_seconds=null",
+    f"rollout.prompts_per_step={PROMPTS}",
     "train.mini_batches=2",
     "data.eval.num_rows=128",
     f"eval.every_steps={EVERY}",
@@ -148,7 +151,7 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> str:
     for step in range(0, last + 1, EVERY):
         parts.append(f'<text x="{x(step)}" y="{height - bottom + 18}" text-anchor="middle">{step}</text>')
     parts.append(
-        f'<text x="{(left + width - right) / 2}" y="{height - 8}" text-anchor="middle">train steps of 128 samples</text>'
+        f'<text x="{(left + width - right) / 2}" y="{height - 8}" text-anchor="middle">train steps of {8 * PROMPTS} samples</text>'
     )
     parts.append(
         f'<text transform="translate(14 {(top + height - bottom) / 2}) rotate(-90)" text-anchor="middle">'
