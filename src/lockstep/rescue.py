@@ -13,13 +13,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lockstep.dist import World
+from lockstep.dist import World, announce
 from lockstep.errors import RankMissing, RanksDisagree
 from lockstep.sharding.base import ShardedModel
 
 log = logging.getLogger(__name__)
 
-ROLL_CALL_S = 10.0
+ROLL_CALL_S = 5.0
 """How long a rank waits for the others to say that they end too. A failure is told to all ranks at once, so they come together."""
 _KEY = "lockstep/rescue/{phases}/{rank}"
 _HERE = "here"
@@ -72,6 +72,9 @@ def _roll_call(world: World, reason: str) -> str:
         return reason
     if world.store is None:
         return "the ranks have no store in which to find out who is here"
+    announce(
+        world, "saving before the run ends"
+    )  # a number of its own, so that no earlier roll call's answers are read
     keys = [_KEY.format(phases=world.num_phases, rank=rank) for rank in range(world.size)]
     world.store.set(keys[world.rank], reason or _HERE)
     if reason:

@@ -201,6 +201,7 @@ def test_reply_of_other_weights_is_never_a_sample():
 
 
 def test_raw_logprobs_are_found_out_at_the_start():
+    """B75."""
     with pytest.raises(EngineMismatch, match="processed_logprobs"):
         engine_of(FakeReplica(is_raw=True))
 
@@ -297,6 +298,7 @@ def test_update_waits_for_generate_and_no_longer_than_it_may():
 
 
 def test_every_field_of_the_distribution_is_sent():
+    """B77: neither a server's default nor a checkpoint's generation_config fills anything in."""
     params = vllm_params(Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4), 3, (7, 8))
     assert {key: params[key] for key in ("temperature", "top_p", "top_k", "seed", "max_tokens")} == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 3, "max_tokens": 4,

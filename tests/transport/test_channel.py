@@ -11,6 +11,7 @@ import pytest
 
 from helpers_transport import KINDS, buckets_of, make_outlet, manifest_of, random_tensors, serve_kinds
 from lockstep.errors import EngineDied, EngineUnhealthy, TransportError
+from lockstep.transport import ends
 from lockstep.transport.channel import ConnectionControl, Door, knock, serve
 from lockstep.transport.inproc import push
 from lockstep.transport.keeper import Keeper
@@ -148,6 +149,31 @@ def test_a_trainer_that_is_gone_leaves_no_update_open():
     with pytest.raises(EngineDied, match="closed the connection during abort"):
         outlet.abort("nobody hears it")
     outlet.close()
+
+
+def test_an_abort_has_a_limit_of_its_own(monkeypatch):
+    """The engine answers a begin and then nothing any more; a call costs the control's limit, the abort less."""
+    monkeypatch.setattr(ends, "ABORT_S", 0.1)
+    hung = threading.Event()
+
+    class Hanging(Keeper):
+        def abort(self, reason):
+            hung.wait(LIMIT_S)
+
+    with Door() as door:
+        connection, admitted = _admit_while(door, lambda: knock(door.address, door.key))
+    serving = threading.Thread(target=serve, args=(ShmInlet(Hanging()), connection))
+    serving.start()
+    outlet = ShmOutlet(ConnectionControl(admitted, timeout_s=LIMIT_S))
+    outlet.begin(manifest_of(OLD, 1))
+    began = time.monotonic()
+    with pytest.raises(EngineUnhealthy, match=r"did not answer abort within 0\.1 s"):
+        outlet.abort("enough")
+    assert time.monotonic() - began < 5
+    hung.set()
+    outlet.close()
+    admitted.close()
+    serving.join(LIMIT_S)
 
 
 def test_only_who_has_the_key_gets_in():

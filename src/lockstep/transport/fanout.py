@@ -40,12 +40,13 @@ class Fanout:
 
     @property
     def lost(self) -> frozenset[str]:
-        """Replicas whose last call said that they are gone or do not answer: to ask them again costs a limit of time."""
+        """Replicas that were gone or did not answer since the last begin: to ask them again costs a limit of time."""
         return frozenset(self._lost)
 
     def begin(self, manifest: Manifest) -> None:
         """See `Receiver.begin`. A refusal of one aborts those that had begun."""
         self._version, self._has_settled = manifest.version, False
+        self._lost.clear()
         errors = self._all(lambda name: self._receivers[name].begin(manifest))
         if errors:
             failure = self._failure("begin", errors)
@@ -106,8 +107,6 @@ class Fanout:
         for name, error in found.items():
             if isinstance(error, EngineDied | EngineUnhealthy):
                 self._lost.add(name)
-            elif error is None:
-                self._lost.discard(name)
         return {name: error for name, error in found.items() if error is not None}
 
     def _failure(self, what: str, errors: Mapping[str, Exception], more: str = "") -> Exception:
