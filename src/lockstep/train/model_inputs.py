@@ -16,6 +16,8 @@ packed blocks, it wants the text's own positions before them: [4, B, T].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,17 +57,20 @@ def _with_axes(positions_BT: Tensor, text: Any) -> Tensor:
     return positions_BT.expand(1 + axes, *positions_BT.shape) if axes else positions_BT
 
 
+@cache
+def _compiled_block_mask() -> Callable[..., BlockMask]:
+    """Made at its first use: asking for it imports torch's compiler, which takes seconds."""
+    return torch.compile(create_block_mask)
+
+
 def _mask(batch: MicroBatch, kernel: str) -> Tensor | BlockMask | None:
     if batch.mode == "shared_prefix" and kernel == "flex_attention":
         rows, length = batch.input_ids.shape
-        return create_block_mask(
-            lambda row, _head, query, key: visible(batch, row, query, key),
-            rows,
-            None,
-            length,
-            length,
-            device=batch.input_ids.device,
-            _compile=True,  # as transformers does it; without, a [T, T] is made on the way
+        device = batch.input_ids.device
+        # Not compiled, a [T, T] is made on the way; on a CPU, where nothing trains with it, compiling takes longer than that.
+        make = create_block_mask if device.type == "cpu" else _compiled_block_mask()
+        return make(
+            lambda row, _head, query, key: visible(batch, row, query, key), rows, None, length, length, device=device
         )
     mask = batch.attention_mask()
     if mask is not None and mask.ndim == 4 and kernel == "eager":
