@@ -120,7 +120,7 @@ def test_override_of_an_entry_replaces_the_whole_entry(tmp_path: Path):
         ("data.train.colum=x", "unknown key 'data.train.colum'"),
         ("reward.0.wieght=2", "unknown key 'reward.0.wieght'; did you mean 'reward[].weight'?"),
         ("train.zzzzqqq=2", "unknown key 'train.zzzzqqq'; the nearest known key is 'train.lr'"),
-        ("q=2", "unknown key 'q'; known here: canary, checkpoint, data, dist, engine, eval"),
+        ("q=2", "unknown key 'q'; known here: canary, checkpoint, critic, data, dist, engine, environment"),
         ("train.lr=fast", "train.lr: expected a number; 'fast' came"),
         ("train.lr=", "train.lr: expected a number; '' came"),
         ("train.lr=true", "train.lr: expected a number; True came"),
@@ -246,7 +246,7 @@ def test_described_defaults_are_the_real_ones():
     config = build_config(read_yaml(RECIPE))
     for option in describe_options():
         if option.default == "required" or option.key.startswith(
-            ("data.eval", "data.train.", "reward", "eval.correct", "eval.format")
+            ("data.eval", "data.train.", "reward", "critic", "teacher", "environment", "eval.correct", "eval.format")
         ):
             continue
         node: object = config
