@@ -61,9 +61,9 @@ def test_only_float16_is_scaled_and_its_gradient_is_that_of_fp32():  # B47
     assert make_actor(Unsharded(adapt(tiny_llama().bfloat16()))).scaler is None
     sharded = half()
     result = make_actor(sharded).update(items, step=0)
-    # float16 keeps 11 bits of every activation; gradients here are up to 0.1.
+    # float16 keeps 11 bits of every activation; gradients here are up to 0.05.
     assert largest_gap(sharded.clipped, plain.clipped) < 1e-3
-    assert max(float(grad.abs().max()) for grad in plain.clipped.values()) > 0.05
+    assert max(float(grad.abs().max()) for grad in plain.clipped.values()) > 0.04
     assert (result.stats["loss_scale"].mean, result.stats["grad_overflow"].mean) == (2.0**16, 0.0)
     assert result.num_optimizer_steps == 1
 

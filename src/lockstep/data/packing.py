@@ -23,9 +23,9 @@ from lockstep.types import TrainItem
 
 Packing = Literal["padded", "packed", "shared_prefix"]
 
-ROW_TOKENS = 512
-"""Short blocks share a row up to this length: attention is dense within a row, so longer rows cost more than they save.
-"""
+ROW_TOKENS = (512, 768, 1024)
+"""Short blocks share a row up to the first of these: attention is dense within a row, so longer rows cost more than they save. Where
+a block is longer than that, the others and its own length are tried too: its micro-batch is that wide anyway."""
 ATTENTION_TAU = 2048.0
 """Row length at which dense attention costs as much as the linear layers: measured on a CPU at hidden size 576, and
 longer for wider models; taking it too short only computes some prompts twice."""
@@ -115,8 +115,9 @@ def pack(items: Sequence[TrainItem], *, mode: Packing, max_tokens: int, pad_id: 
                 f"item {index}: the prompt is empty; expected at least one token, which predicts the first of ids"
             )
     blocks = [block for group in _groups(items, live, mode) for block in _split_group(items, group, mode, max_tokens)]
-    rows = [[block] for block in blocks] if mode == "padded" else _fill_rows(blocks, max_tokens)
-    return [_build(items, part, mode, pad_id) for part in _split_rows(rows, max_tokens)]
+    layouts = [[[block] for block in blocks]] if mode == "padded" else _ways_to_fill(blocks, max_tokens)
+    parts = min((_split_rows(rows, max_tokens) for rows in layouts), key=_cost)
+    return [_build(items, part, mode, pad_id) for part in parts]
 
 
 def dummy_micro_batch(pad_id: int) -> MicroBatch:
@@ -195,7 +196,7 @@ def _split_group(items: Sequence[TrainItem], group: list[int], mode: Packing, ma
 
     def cost(blocks: list[_Block]) -> float:
         too_long = any(block.length > max_tokens for block in blocks)
-        return float("inf") if too_long else sum(b.length + b.length**2 / ATTENTION_TAU for b in blocks)
+        return float("inf") if too_long else sum(_row_cost(block.length) for block in blocks)
 
     return min((cut(k) for k in range(1, len(group) + 1)), key=cost)
 
@@ -206,10 +207,24 @@ def _fed(item: TrainItem, mode: Packing) -> int:
     return read if mode == "padded" else read - 1
 
 
-def _fill_rows(blocks: Sequence[_Block], max_tokens: int) -> list[list[_Block]]:
-    """First-fit decreasing: rows as long as the longest block, but not over ROW_TOKENS just to fill them."""
+def _ways_to_fill(blocks: Sequence[_Block], max_tokens: int) -> list[list[list[_Block]]]:
     longest = max((block.length for block in blocks), default=0)
-    capacity = min(longest, ROW_TOKENS, max_tokens)
+    lengths = (longest,) if longest <= ROW_TOKENS[0] else (*ROW_TOKENS, longest)
+    return [_fill_rows(blocks, length) for length in dict.fromkeys(min(length, max_tokens) for length in lengths)]
+
+
+def _row_cost(length: int) -> float:
+    """In tokens through the linear layers."""
+    return length + length**2 / ATTENTION_TAU
+
+
+def _cost(parts: Sequence[Sequence[Sequence[_Block]]]) -> tuple[int, float]:
+    """Micro-batches first: each gathers every unit."""
+    return len(parts), sum(len(rows) * _row_cost(max(map(_length, rows))) for rows in parts)
+
+
+def _fill_rows(blocks: Sequence[_Block], capacity: int) -> list[list[_Block]]:
+    """First-fit decreasing: rows of up to `capacity` tokens; a longer block has one of its own."""
     rows: list[list[_Block]] = []
     for block in sorted(blocks, key=lambda block: (-block.length, block.items)):
         row = next((row for row in rows if _length(row) + block.length <= capacity), None)
