@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 import helpers_vllm as h
-from lockstep.errors import EngineDied, EngineMismatch, EngineUnhealthy, TransportError
+from lockstep.errors import EngineDied, EngineMismatch, EngineUnhealthy, StaleWeights, TransportError
 from lockstep.rollout.vllm import VllmEngine
 from lockstep.rollout.vllm_client import RpcControl
 from lockstep.rollout.vllm_fleet import Fleet, check_replica, describe
@@ -63,6 +63,35 @@ def test_server_killed_in_the_middle_of_an_update_and_started_again(tmp_path, ba
         assert {sample.policy_version for sample in samples} == {version}
         assert h.worst(new, samples, SAMPLING) <= h.TOLERANCE
     engine.close()
+    engine.close()
+
+
+def test_two_replicas_one_of_which_is_killed_in_an_update(tmp_path, base):
+    """Both serve version 1, then nothing is sampled until both serve version 2. Needs about 10 GB."""
+    fleet = Fleet.start(h.a_server(tmp_path, max_restarts=1), 2)
+    engine = VllmEngine(fleet, tokenizer=h.tokenizer(), eos_ids=(), request_timeout_s=60.0)
+    old, new = (h.with_adapter(base, seed=seed) for seed in (1, 2))
+    h.push_adapter(engine, old, 1)
+    samples = generate(engine)
+    assert {sample.slot for sample in samples} == {0, 1}, "each replica has drawn one"
+    assert h.worst(old, samples, SAMPLING) <= h.TOLERANCE
+    tensors = h.adapter_of(new)
+    engine.begin(h.manifest_of(2, "adapter", tensors, h.config_of(new)))
+    engine.receive(h.buckets_of(tensors)[0])
+    os.killpg(fleet._servers[1].process.pid, signal.SIGKILL)
+    with pytest.raises((EngineDied, EngineUnhealthy), match="on 1 of 2 replicas: replica 1: "):
+        for bucket in h.buckets_of(tensors)[1:]:
+            engine.receive(bucket)
+        engine.commit("0" * 64)
+    engine.abort("the replica died")
+    with pytest.raises(StaleWeights, match="replica 1"):
+        generate(engine)
+    engine.restart()
+    assert [server.process.num_restarts for server in fleet._servers] == [0, 1]
+    h.push_adapter(engine, new, 2)
+    samples = generate(engine)
+    assert {sample.policy_version for sample in samples} == {2}
+    assert h.worst(new, samples, SAMPLING) <= h.TOLERANCE
     engine.close()
 
 

@@ -161,8 +161,9 @@ class FakeReceiver:
 
     def _describe(self) -> dict[str, Any]:
         lora = {"max_rank": 16, "max_loras": 2, "dtype": "float32"} if self.flags.has_lora else None
+        positions = self.model.model.config.max_position_embeddings
         facts = {"instance": self.instance, "version": self.version, "label": self.label, "serving": self.serving}
-        return {**facts, "stale": self.stale, "max_model_len": 256, "dtype": "float32", "lora": lora}
+        return {**facts, "stale": self.stale, "max_model_len": positions, "dtype": "float32", "lora": lora}
 
 
 class FakeVllm(FakeServer):

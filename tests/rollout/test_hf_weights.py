@@ -101,6 +101,24 @@ def test_an_adapter_keeps_its_dtype():
         assert len(engine.generate(PROMPTS, SAMPLING, num_samples=1, draw=Draw(0, 0))) == 3
 
 
+@pytest.mark.parametrize("kind", ["adapter", "merged", "full"])
+def test_after_an_update_the_engine_is_as_one_that_never_generated(kind):
+    """B30: the same prompts before and after an update under the same names, bit for bit those of a cold engine; versions count."""
+    model = sharp_llama()
+    warm = make_engine(model)
+    for version in (1, 2):
+        warm.generate(PROMPTS, SAMPLING, num_samples=2, draw=Draw(0, 0))
+        _, tensors, config = make_adapter(model, seed=version)
+        if kind != "adapter":
+            tensors, config = {name: value + 0.01 * version for name, value in model.state_dict().items()}, None
+        cold = make_engine(model)
+        for engine in (warm, cold):
+            push(engine, tensors, kind, version=version, config=config)
+        assert warm.policy_version == version
+        samples = [engine.generate(PROMPTS, SAMPLING, num_samples=2, draw=Draw(0, 0)) for engine in (warm, cold)]
+        assert samples[0] == samples[1]
+
+
 def test_updates_follow_each_other_and_own_their_memory():
     model = sharp_llama()
     engine = make_engine(model)

@@ -92,6 +92,7 @@ def test_greedy(engine):
 
 @pytest.mark.parametrize("kind", ["adapter", "merged", "full"])
 def test_an_update_is_served_and_stamped(server, kind, tmp_path):
+    """B28, B30: what is served changes with every update, cached prompts included, and so does the version."""
     server.server_info["enable_lora"] = kind == "adapter"
     engine = connect(server, tmp_path)
     before = run(engine)
@@ -326,6 +327,7 @@ def test_a_server_that_an_earlier_run_has_updated_needs_an_update_first(server, 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 20)])
 def test_samplings_whose_logprobs_sglang_does_not_give_are_refused(server, engine, top_p, top_k):
+    """B76: SGLang's log-probabilities are of the whole vocabulary."""
     with pytest.raises(EngineMismatch, match=r"leave top-p and top-k out.*rollout\.top_p: 1"):
         run(engine, sampling=Sampling(temperature=0.7, top_p=top_p, top_k=top_k))
     check_distribution(Sampling(temperature=0, top_p=top_p, top_k=top_k))  # greedy does not draw

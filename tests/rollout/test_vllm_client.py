@@ -65,6 +65,7 @@ def test_samples_are_those_of_the_distribution_in_the_promised_order(engine):
     "sampling", [Sampling(0.7, top_p=0.8, max_new_tokens=4), Sampling(1.3, top_k=5, max_new_tokens=4)]
 )
 def test_logprobs_are_processed_ones(engine, sampling):
+    """B74, B75, B76: of the distribution that was drawn from, kept tokens renormalised."""
     assert distance(run(engine, sampling=sampling), sharp(), sampling) < TOLERANCE
 
 
@@ -82,6 +83,7 @@ def test_a_row_draws_the_same_in_any_batch(engine):
 @pytest.mark.parametrize("transport", ["shm", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_is_served_and_stamped(server, tmp_path, kind, transport):
+    """B28, B30: what is served changes with every update, and so does the version, on every way to sync."""
     engine = connect(server, transport=transport, folder=tmp_path)
     before = run(engine)
     for version in (1, 2, 3):
@@ -97,6 +99,7 @@ def test_an_update_is_served_and_stamped(server, tmp_path, kind, transport):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stale_cache_even_where_the_salt_is_ignored(server, engine, kind):
+    """B30: the same prompts after an update give what an engine without a cache gives."""
     server.flags.ignores_salt = True
     run(engine)
     assert server.model.num_cached > 0
@@ -161,6 +164,7 @@ def test_a_tied_head_that_stays_behind_shows_in_the_samples():
 
 
 def test_raw_logprobs_are_refused(server):
+    """B75: the other convention is found out before the first sample."""
     server.model.traps.raw_logprobs = True
     with pytest.raises(EngineMismatch, match="--logprobs-mode processed_logprobs"):
         connect(server)
