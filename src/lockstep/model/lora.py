@@ -105,6 +105,8 @@ def inject_value_lora(model: PreTrainedModel, lora: LoraSection, *, head: str, s
         config.target_modules = {name for name in names for end in endings if f".{name}".endswith(f".{end}")}
     if head in cast(set[str], config.target_modules):
         raise ModelError(f"critic.lora.targets {lora.targets!r} match the value head {head!r}, which is trained whole")
+    targets = [each for name, each in model.named_modules() if name in cast(set[str], config.target_modules)]
+    config.fan_in_fan_out = all(isinstance(each, Conv1D) for each in targets)  # GPT-2's; PEFT finds out itself, and warns
     config.task_type = None
     base_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     peft_model = _inject(model, config)
