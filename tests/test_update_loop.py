@@ -33,8 +33,8 @@ def check_runs(world: World, model: str, out: str) -> None:
         ("several", SEVERAL, [4]),
         ("resumed", SEVERAL, [2, 4]),
         ("gspo", GSPO, [2]),
-        ("half", HALF, [3]),
-        ("half resumed", HALF, [2, 3]),
+        ("half", HALF, [2]),
+        ("half resumed", HALF, [1, 2]),
     ):
         dtype = {"dtype": "float16"} if name.startswith("half") else {}
         tree: dict[str, Any] = recipe(
@@ -90,8 +90,8 @@ def test_a_step_that_goes_too_far_ends_early(runs):
 def test_a_float16_run_scales_its_loss_and_resumes_bit_for_bit(runs):
     """With an engine in float16 too, and host memory asked for on a CPU, which does nothing."""
     lines = runs["half"]
-    assert runs["half resumed"] == lines and len(lines) == 3
+    assert runs["half resumed"] == lines and len(lines) == 2
     for line in lines:
         assert (line["loss_scale"], line["grad_overflow"], line["optimizer_steps"]) == (2.0**16, 0.0, 2)
         # float16 has 11 bits, so a probability near 1 may move by 5e-4 with every rounding on the way.
-        assert line["grad_norm"] > 0 and line["rollout_probs_diff_max"] < 5e-3
+        assert line["grad_norm"] > 0 and line["rollout_probs_diff_max"] < 1e-3
