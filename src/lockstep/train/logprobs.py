@@ -175,7 +175,7 @@ def _head_of(lm: PreTrainedModel) -> nn.Module:
 def _whole_logits(lm: PreTrainedModel, head: nn.Module, batch: MicroBatch) -> Tensor:
     """[N, V] in the model's dtype, as its forward changes them behind the head."""
     forward = cast(Callable[[Tensor], Tensor], head.forward)
-    with _forward_replaced(head, lambda hidden_BTD: forward(_select(hidden_BTD, batch))[None]):
+    with forward_replaced(head, lambda hidden_BTD: forward(select_predictors(hidden_BTD, batch))[None]):
         return lm(**model_inputs(lm, batch)).logits[0]
 
 
@@ -186,10 +186,10 @@ def _forward_with_head(
     given: list[Tensor] = []
 
     def forward(hidden_BTD: Tensor) -> Tensor:
-        given.append(instead(_select(hidden_BTD, batch)))
+        given.append(instead(select_predictors(hidden_BTD, batch)))
         return given[-1]
 
-    with _forward_replaced(head, forward):
+    with forward_replaced(head, forward):
         handed_through = lm(**model_inputs(lm, batch)).logits
     if len(given) != 1 or handed_through is not given[0]:
         raise LockstepError(
@@ -203,7 +203,7 @@ def _changes_logits(lm: PreTrainedModel) -> bool:
     return any(getattr(lm.config.get_text_config(), name, None) is not None for name in CHANGES_LOGITS)
 
 
-def _select(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:
+def select_predictors(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:
     """The N hidden states that predict a completion token.
 
     `index_select`, because its backward is deterministic on the CPU also where a prompt's last token predicts the first
@@ -215,7 +215,7 @@ def _select(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Call `forward` instead of the module's own; an override that is already there (accelerate's) is put back."""
     before = module.__dict__.get("forward")
     module.forward = forward

@@ -19,7 +19,7 @@ from lockstep.data.packing import MicroBatch
 from lockstep.errors import LockstepError, ModelError
 from lockstep.model.value_model import ValueHead
 from lockstep.sharding.base import ShardedModel
-from lockstep.train.logprobs import _forward_replaced, _select
+from lockstep.train.logprobs import forward_replaced, select_predictors
 from lockstep.train.model_inputs import model_inputs
 
 
@@ -92,10 +92,10 @@ def _forward(model: nn.Module, head: nn.Module, batch: MicroBatch, instead: Call
     made: list[Tensor] = []
 
     def forward(hidden_BTD: Tensor) -> Tensor:
-        made.append(instead(_select(hidden_BTD, batch)))
+        made.append(instead(select_predictors(hidden_BTD, batch)))
         return made[-1]
 
-    with _forward_replaced(head, forward):
+    with forward_replaced(head, forward):
         out = model(**model_inputs(cast(PreTrainedModel, model), batch)).logits
     if len(made) != 1 or (out.requires_grad and out is not made[0]):
         raise LockstepError(
