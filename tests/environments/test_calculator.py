@@ -27,6 +27,8 @@ def reply(text: str, turn: int = 0) -> Reply:
         ("", None),
         ("1+" * 60 + "1", None),
         ("what", None),
+        ("6039 (9) + 1843 (1)", None),
+        ("3if 1 else 2", None),
     ],
 )
 def test_sums_are_computed_and_nothing_else(expression, value):
@@ -40,6 +42,7 @@ def test_a_call_is_answered_and_anything_else_ends_the_episode():
     assert (first.messages, first.reward, first.done) == ([{"role": "tool", "content": "3"}], 0.2, False)
     again = calculator.step(reply("calc: 1 + 3", 1))
     assert (again.messages[0]["content"], again.reward) == ("4", 0.0)
+    assert Calculator().step(reply("calc: 1 + 2 = 12\nso")).messages[0]["content"] == "3"
     broken = Calculator(call_reward=0.2, role="user").step(reply("calc: one and two"))
     assert (broken.messages, broken.reward) == ([{"role": "user", "content": "cannot compute this"}], 0.0)
     assert calculator.step(reply("1 + 2 = 3", 2)).done

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from lockstep.environments.base import Environment, Message, Reply, Turn
 
-_CALL = re.compile(r"^\s*calc:(.*)$", re.MULTILINE)
+_CALL = re.compile(r"^\s*calc:([^=\n]*)", re.MULTILINE)
+"""What is to be computed ends with the line, or with the answer that a model has made up itself behind a =."""
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _LONGEST = 80
 """Characters of an expression: long enough for a few numbers, too short to keep the machine busy."""
@@ -76,7 +78,9 @@ def compute(expression: str) -> str | None:
     if len(expression) > _LONGEST:
         return None
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's remarks on what a policy writes, such as 3if
+            value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return None
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
