@@ -20,6 +20,7 @@ from lockstep.config import TeacherConfig, build_config
 from lockstep.data.advantages import advantages, uses_groups
 from lockstep.data.packing import dummy_micro_batch, pack
 from lockstep.errors import ConfigError, ModelError
+from lockstep.model.lora import inject_frozen_lora
 from lockstep.testing import tiny_llama
 from lockstep.train.logprobs import token_logprobs
 from lockstep.train.step import UpdateResult
@@ -282,6 +283,22 @@ def test_another_tokenizer_is_refused_by_its_first_difference():
         check_same_tokens(ours, theirs, rows=size, path="there")
     with pytest.raises(ModelError, match=rf"token {size - 1} of the tokenizer has no row in a head of {size - 1}"):
         check_same_tokens(ours, ours, rows=size - 1, path="there")
+
+
+def test_an_adapter_that_is_none_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"teacher\.adapter .* is not a PEFT folder"):
+        inject_frozen_lora(tiny_llama(), str(tmp_path), dtype=torch.float32)
+
+
+def test_an_adapter_is_put_on_it_frozen_and_in_its_dtype(tmp_path):
+    taught = adapt(another_model(), seed=7)
+    taught.save_pretrained(tmp_path)
+    found = inject_frozen_lora(another_model(), str(tmp_path), dtype=torch.float32)
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(found(input_ids=ids).logits, taught(input_ids=ids).logits)
+    assert not any(param.requires_grad for param in found.parameters())
+    half = inject_frozen_lora(another_model().to(torch.bfloat16), str(tmp_path), dtype=torch.bfloat16)
+    assert {param.dtype for param in half.parameters()} == {torch.bfloat16}
 
 
 def test_sections_that_do_not_fit_together_are_refused():
