@@ -37,6 +37,7 @@ from lockstep.shard_model import shard_and_fill
 from lockstep.sharding.base import ShardedModel
 from lockstep.train.choices import decide
 from lockstep.train.critic import Critic
+from lockstep.train.mini_batches import packing_of
 from lockstep.train.optim import Optimizer
 from lockstep.train.step import Actor
 from lockstep.types import Prompt, Sampling
@@ -234,7 +235,7 @@ def make_canary(
             **how_long,
         ),
         dtypes=(config.model.dtype, engine.abilities.dtype),
-        packing=config.train.packing,
+        packing=packing_of(config.train),
         num_samples=canary.num_samples,
         num_tokens=canary.num_tokens,
         tolerance=canary.tolerance,

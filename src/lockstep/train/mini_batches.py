@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.config import TrainConfig
 from lockstep.data.masks import sampled
-from lockstep.data.packing import MicroBatch, dummy_micro_batch, pack
+from lockstep.data.packing import MicroBatch, Packing, dummy_micro_batch, pack
 from lockstep.dist import World, all_or_none, gather_texts, max_over_ranks, sum_over_ranks
 from lockstep.types import TrainItem
 
@@ -68,6 +68,11 @@ def deal(groups: Sequence[int], *, epochs: int, mini_batches: int, seed: str) ->
     return dealt
 
 
+def packing_of(train: TrainConfig) -> Packing:
+    """Of a section in which `auto` has been decided (`train/choices.py`); where it has not, what is right for every model."""
+    return "padded" if train.packing == "auto" else train.packing
+
+
 class Planner:
     """Decides what every optimizer step of an update computes, before any of them is taken."""
 
@@ -97,9 +102,7 @@ class Planner:
         if not flat:
             return []
         mine = [[items[place] for place in places] for places in flat]
-        # Whoever did not have `auto` decided (`train/choices.py`) gets the layout that is right for every model.
-        mode = "padded" if self._train.packing == "auto" else self._train.packing
-        max_tokens = self._train.micro_batch_tokens
+        mode, max_tokens = packing_of(self._train), self._train.micro_batch_tokens
         with all_or_none(self._world, "packing"):
             _check_lengths(items)
             _check_logprobs(items)
