@@ -66,5 +66,9 @@ class EngineUnhealthy(LockstepError):
     """The engine runs, but does not answer in time, or answers with errors."""
 
 
+class EngineSilent(EngineUnhealthy):
+    """The engine left a call unanswered for the whole of its limit: to ask it again would cost another one."""
+
+
 class CheckpointError(LockstepError):
     """A checkpoint or run directory cannot be written, read or used."""

@@ -1,6 +1,7 @@
 """The embedded engine's samples against `model.generate` and against a plain forward pass."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,6 +173,22 @@ def test_rows_are_reproduced_by_seed_step_and_slot():
     assert whole[4:] == run(Draw(0, 3, first_slot=1), twins[1:])
     assert set(whole).isdisjoint(run(Draw(0, 4)))
     assert set(whole).isdisjoint(run(Draw(1, 3)))
+
+
+def test_some_samples_of_a_step_can_go_on_and_draw_what_they_are_named_after():
+    engine = make_engine()
+    sampling = Sampling(temperature=2, max_new_tokens=8)
+    prompts = make_prompts((5, 6, 7), (8, 9), (5, 6, 7))
+    whole = {(each.slot, each.index): each for each in engine.generate(prompts, sampling, num_samples=3, draw=DRAW)}
+    rows = ((2, 1), (0, 2), (1, 0))
+    some = engine.generate([prompts[slot] for slot, _ in rows], sampling, num_samples=1, draw=replace(DRAW, rows=rows))
+    assert [(each.slot, each.index) for each in some] == sorted(rows)
+    assert [each.ids for each in some] == [whole[row].ids for row in sorted(rows)]
+    assert all(each.prompt is prompts[each.slot] for each in some)
+    later = engine.generate(
+        [prompts[slot] for slot, _ in rows], sampling, num_samples=1, draw=replace(DRAW, turn=1, rows=rows)
+    )
+    assert set(ids_of(later)).isdisjoint(ids_of(some))
 
 
 @pytest.mark.parametrize("prefix", [(), PREFIX], ids=["apart", "shared-beginning"])

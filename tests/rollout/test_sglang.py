@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,13 @@ def test_a_row_draws_the_same_in_any_batch(engine):
         for sample in engine.generate([prompt], SAMPLING, num_samples=2, draw=Draw(5, 3, first_slot=8 + place))
     ]
     assert [sample.ids for sample in together] == [sample.ids for sample in apart]
+    draw = replace(DRAW, rows=((10, 1), (8, 0)))
+    some = engine.generate([prompts[2], prompts[0]], SAMPLING, num_samples=1, draw=draw)
+    assert [(sample.slot, sample.index) for sample in some] == [(8, 0), (10, 1)]
+    assert [sample.ids for sample in some] == [together[0].ids, together[5].ids]
     assert len({row_seed(DRAW, slot, index) for slot in range(50) for index in range(50)}) == 2500
     assert row_seed(DRAW, 8, 0) != row_seed(Draw(5, 4, 8), 8, 0) < 2**31
+    assert row_seed(DRAW, 8, 0) != row_seed(replace(DRAW, turn=1), 8, 0)
 
 
 def test_greedy(engine):

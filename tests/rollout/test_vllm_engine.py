@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,9 @@ def test_samples_are_ordered_and_the_same_on_any_number_of_replicas():
     samples = generate(one)
     assert [(sample.slot, sample.index) for sample in samples] == [(s, i) for s in range(3) for i in range(2)]
     assert samples == generate(two) and {sample.policy_version for sample in samples} == {0}
+    draw = replace(DRAW, rows=((2, 1), (0, 0)))
+    some = one.generate([PROMPTS[2], PROMPTS[0]], SAMPLING, num_samples=1, draw=draw)
+    assert some == [samples[0], samples[5]]
     assert len({sample.ids for sample in samples[:2]}) == 2 and samples[0].text == " ".join(map(str, samples[0].ids))
 
 
@@ -319,7 +323,7 @@ def test_seeds_depend_on_the_name_of_a_sample_alone():
         for index in range(5)
     }
     assert len(seeds) == 150 and all(0 <= seed < 2**63 for seed in seeds)
-    assert row_seed(Draw(3, 4, first_slot=9), 5, 6) == row_seed(Draw(3, 4), 5, 6)
+    assert row_seed(Draw(3, 4, first_slot=9), 5, 6) == row_seed(Draw(3, 4), 5, 6) != row_seed(Draw(3, 4, turn=1), 5, 6)
 
 
 def sample_of(ids, finish="length", logprobs=None, eos=(9,)):

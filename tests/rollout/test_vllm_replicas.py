@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers_fake_vllm import FakeReplica, adapter, checkpoint
-from lockstep.errors import EngineDied, EngineUnhealthy, LockstepError, StaleWeights, TransportError
+from lockstep.errors import EngineDied, EngineSilent, EngineUnhealthy, LockstepError, StaleWeights, TransportError
 from lockstep.rollout.vllm import VllmEngine
 from lockstep.rollout.vllm_fleet import Fleet
 from lockstep.transport.base import ABORT_S
@@ -46,7 +46,7 @@ class Failing(FakeReplica):
             if self.how == "die":
                 raise EngineDied(f"injected: gone at {phase}")
             self.waited_s += limit_s  # the test need not wait
-            raise EngineUnhealthy(f"injected: no answer to {phase} within {limit_s:g} s")
+            raise EngineSilent(f"injected: no answer to {phase} within {limit_s:g} s")
 
     def call(self, method, payload):
         self.passes(method, min(LIMIT_S, payload.get("limit_s", LIMIT_S)))

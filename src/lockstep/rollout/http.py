@@ -17,7 +17,7 @@ from urllib3.exceptions import TimeoutError as HTTPTimeout
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import Timeout, parse_url
 
-from lockstep.errors import EngineDied, EngineUnhealthy
+from lockstep.errors import EngineDied, EngineSilent, EngineUnhealthy
 
 _CHUNK_BYTES = 1 << 16
 _BODY_WORDS = 300
@@ -76,8 +76,8 @@ class HttpClient:
     ) -> Any:
         """The answer: its JSON, or its text where the server does not call it JSON. Tries share one limit of `timeout_s`.
 
-        Raises `EngineRefused` for a status below 500 but not 2xx, `EngineDied` if the process is gone, and
-        `EngineUnhealthy` for a status of 500 and more, no answer in time, a broken connection, or a body that is not JSON.
+        Raises `EngineRefused` for a status below 500 but not 2xx, `EngineDied` if the process is gone, `EngineSilent` where no
+        answer comes in time, and `EngineUnhealthy` for a status of 500 and more, a broken connection, or a body that is not JSON.
         A call is made again only if it never reached the server, or if it is `repeatable` and the connection broke.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -156,8 +156,8 @@ class HttpClient:
                 f"{method} {self.base_url}{path} answered {status} with what is not JSON: {_first_words(text)}"
             ) from error
 
-    def _late(self, method: str, path: str, started: float, limit_s: float) -> EngineUnhealthy:
-        return EngineUnhealthy(
+    def _late(self, method: str, path: str, started: float, limit_s: float) -> EngineSilent:
+        return EngineSilent(
             f"{method} {self.base_url}{path}: no complete answer after {time.monotonic() - started:.1f} s, the limit is "
             f"{limit_s:g} s; the engine hangs, or the limit (engine.request_timeout_s) is too low for this call"
         )

@@ -13,7 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.errors import ConfigError, EngineDied, EngineMismatch, EngineUnhealthy, LockstepError, StaleWeights
+from lockstep.errors import (
+    ConfigError,
+    EngineDied,
+    EngineMismatch,
+    EngineSilent,
+    EngineUnhealthy,
+    LockstepError,
+    StaleWeights,
+)
 from lockstep.rollout.http import EngineRefused
 from lockstep.rollout.vllm_client import ADAPTER_PREFIX, Ask, HttpReplica, Replica, Reply
 from lockstep.rollout.vllm_sampling import vllm_params
@@ -153,7 +161,7 @@ class Fleet:
             return
         failure = next(iter(errors.values()))
         try:
-            self.go_on(lost=[i for i, error in errors.items() if isinstance(error, EngineDied | EngineUnhealthy)])
+            self.go_on(lost=[i for i, error in errors.items() if isinstance(error, EngineDied | EngineSilent)])
         except LockstepError as other:
             failure.add_note(f"then, on going on with what was served: {other}")
         raise failure

@@ -27,6 +27,9 @@ from lockstep.types import Draw, Manifest, Sampling
 WAIT_LIMIT_S = 60.0
 """No wait of a fake is longer, so that a broken test ends."""
 
+_INJECTING = threading.RLock()
+"""PEFT puts an adapter in while functions of torch are patched for the whole process; several fakes in one take turns."""
+
 
 @dataclass(slots=True)
 class Traps:
@@ -125,7 +128,8 @@ class ServedModel:
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite base weights, by checkpoint name, while requests may run. Raises `KeyError` for unknown names."""
         with self._turn, torch.no_grad():
-            self._host.serve(None)
+            with _INJECTING:
+                self._host.serve(None)
             head: Any = self.model.get_output_embeddings()
             is_tied = head.weight is self.model.get_input_embeddings().weight
             if self.traps.stale_head and is_tied:
@@ -157,7 +161,8 @@ class ServedModel:
         with self._turn:
             manifest = Manifest(version=0, kind="adapter", specs=(), adapter_config=config)
             adapter = Adapter(engine_config(manifest), tensors)
-            shapes = self._host.shapes(adapter.config)
+            with _INJECTING:
+                shapes = self._host.shapes(adapter.config)
             if shapes != {key: tuple(tensor.shape) for key, tensor in tensors.items()}:
                 raise ValueError(f"the tensors of adapter {name!r} do not fit the model")
             self.adapters[name] = adapter
@@ -230,7 +235,8 @@ class ServedModel:
 
     def _forward(self, fresh: tuple[int, ...], past: DynamicCache, adapter: str | None) -> torch.Tensor:
         served = None if adapter is None or self.traps.ignores_adapter else self.adapters[adapter]
-        self._host.serve(served)
+        with _INJECTING:
+            self._host.serve(served)
         output = self.model(input_ids=torch.tensor([fresh]), use_cache=True, **{self._cache_name: past})
         return output.logits[:, -1]
 

@@ -54,7 +54,7 @@ class Control(Protocol):
         seconds where a call brings that and it is less.
 
         Raises `TransportError` with the other side's own words (the error's class and message) where the inlet raised,
-        `EngineDied` where the other side is gone and `EngineUnhealthy` where it does not answer in time.
+        `EngineDied` where the other side is gone and `EngineSilent` where it does not answer in time.
         """
         ...
 

@@ -23,7 +23,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import EngineDied, EngineUnhealthy, TransportError
+from lockstep.errors import EngineDied, EngineSilent, EngineUnhealthy, TransportError
 from lockstep.transport.base import Inlet
 from lockstep.transport.ends import ReceiverInlet
 from lockstep.transport.hosts import check_secret, listen
@@ -92,7 +92,7 @@ class ConnectionControl:
             elif not self._is_alive():
                 raise EngineDied(f"the engine's process ended during {method}. {self._last_words()}")
             elif left <= 0:
-                raise EngineUnhealthy(
+                raise EngineSilent(
                     f"the engine's side did not answer {method} within {limit_s:g} s; it may be stalled or its host "
                     "overloaded: look at its log, or raise the time limit"
                 )

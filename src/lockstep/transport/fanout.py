@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from lockstep.errors import EngineDied, EngineUnhealthy, TransportError
+from lockstep.errors import EngineDied, EngineSilent, EngineUnhealthy, TransportError
 from lockstep.transport.base import Receiver
 from lockstep.types import Bucket, Manifest
 
@@ -105,7 +105,7 @@ class Fanout:
             flights = {name: self._pool.submit(_raised, act, name) for name in chosen}
             found = {name: flight.result() for name, flight in flights.items()}
         for name, error in found.items():
-            if isinstance(error, EngineDied | EngineUnhealthy):
+            if isinstance(error, EngineDied | EngineSilent):
                 self._lost.add(name)
         return {name: error for name, error in found.items() if error is not None}
 
