@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lockstep.sampling import FIRST_NUCLEUS, check_sampling, draw_tokens, row_uniforms, sampling_logprobs
+from lockstep.sampling import FIRST_NUCLEUS, check_sampling, draw_rows, draw_tokens, row_uniforms, sampling_logprobs
 from lockstep.types import Draw, Sampling
 
 INF = float("inf")
@@ -152,10 +152,30 @@ def test_uniforms_depend_on_the_row_only():
     numbers = row_uniforms(draw, 7, 1, 1000)
     assert numbers.dtype == torch.float64 and numbers.min() >= 0 and numbers.max() < 1
     assert torch.equal(numbers[:10], row_uniforms(Draw(seed=3, step=5, first_slot=4), 7, 1, 10))
-    others = [(Draw(4, 5), 7, 1), (Draw(3, 6), 7, 1), (draw, 8, 1), (draw, 7, 2), (draw, 1, 7), (Draw(5, 3), 7, 1)]
+    others = [
+        (Draw(3, 5, turn=1), 7, 1),
+        (Draw(3, 5, turn=2), 7, 1),
+        (Draw(4, 5), 7, 1),
+        (Draw(3, 6), 7, 1),
+        (draw, 8, 1),
+        (draw, 7, 2),
+        (draw, 1, 7),
+        (Draw(5, 3), 7, 1),
+    ]
     for other in others:
         assert not set(row_uniforms(*other, 1000).tolist()) & set(numbers.tolist())
     assert abs(numbers.mean().item() - 0.5) < 0.03
+
+
+def test_rows_are_a_run_of_slots_or_those_that_are_named():
+    assert draw_rows(Draw(0, 0, first_slot=4), 2, 3) == [[(4, 0), (4, 1), (4, 2)], [(5, 0), (5, 1), (5, 2)]]
+    assert draw_rows(Draw(0, 0, turn=1, rows=((7, 2), (3, 0))), 2, 1) == [[(7, 2)], [(3, 0)]]
+    assert draw_rows(Draw(0, 0), 0, 1) == []
+    for draw, num_prompts, num_samples in ((Draw(0, 0, rows=((1, 0),)), 1, 2), (Draw(0, 0, rows=((1, 0),)), 2, 1)):
+        with pytest.raises(ValueError, match="expected a row for each of"):
+            draw_rows(draw, num_prompts, num_samples)
+    with pytest.raises(ValueError, match=r"\(1, 0\) came twice"):
+        draw_rows(Draw(0, 0, rows=((1, 0), (1, 0))), 2, 1)
 
 
 def test_uniforms_are_these_numbers():

@@ -60,10 +60,12 @@ def adapter(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def train_twice(world: World, model: str, out: str) -> None:
-    """Four steps; and two, then two more after a resume."""
-    train_in(world, build_config(make_tree(model, f"{out}/whole", steps=4)), resume=False)
-    for steps in (2, 4):
-        train_in(world, build_config(make_tree(model, f"{out}/halves", steps=steps)), resume=steps == 4)
+    """Three steps; and two, then one more after a resume."""
+    train_in(world, build_config(make_tree(model, f"{out}/whole", steps=3)), resume=False)
+    for steps in (2, 3):
+        tree = make_tree(model, f"{out}/halves", steps=steps)
+        tree["eval"] = {**tree["eval"], "before": False, "after": False}
+        train_in(world, build_config(tree), resume=steps == 3)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def out(model, tmp_path_factory) -> Path:
 def test_trainer_and_engine_agree_on_every_turn(out):
     """One forward over the concatenated ids, shared prefixes and all, gives what the engine said turn by turn."""
     steps = metrics(out / "whole")
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["step"] for line in steps] == [1, 2, 3]
     for line in steps:
         assert line["episode/turns"] > 1.5 and line["episode/observation_tokens"] > 4
         assert line["rollout_probs_diff_max"] < 1e-4 and line["rollout_kl_k3"] < 1e-7
@@ -85,14 +87,14 @@ def test_trainer_and_engine_agree_on_every_turn(out):
         assert line["reward"] == pytest.approx(
             line["reward.environment"] + 0.5 * line["reward.helpers_loop:even_numbers"]
         )
-    assert any(value.abs().max() > 0 for name, value in adapter(out / "whole", 4).items() if "lora_B" in name)
+    assert any(value.abs().max() > 0 for name, value in adapter(out / "whole", 3).items() if "lora_B" in name)
 
 
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(out):
     assert metrics(out / "halves") == metrics(out / "whole")
-    left, right = adapter(out / "halves", 4), adapter(out / "whole", 4)
+    left, right = adapter(out / "halves", 3), adapter(out / "whole", 3)
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    for step in range(1, 5):
+    for step in range(1, 4):
         name = f"samples/step-{step:06d}.jsonl"
         assert (out / "halves" / name).read_text() == (out / "whole" / name).read_text()
 
