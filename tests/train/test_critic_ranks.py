@@ -44,10 +44,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def share_of(world: World) -> list[int]:
-    """Rank 0 has most of the samples, the last rank of several has none; a group is split."""
+    """Groups are split over two ranks; of four ranks the last has nothing."""
     if world.size == 1:
         return list(range(len(SCORED)))
-    dealt = {2: [[0, 1, 2, 3, 4, 5], []], 4: [[0, 1, 2], [3], [4, 5], []]}[world.size]
+    dealt = {2: [[0, 1, 2], [3, 4, 5]], 4: [[0, 1, 2], [3], [4, 5], []]}[world.size]
     return dealt[world.rank]
 
 

@@ -96,17 +96,17 @@ def inject_value_lora(model: PreTrainedModel, lora: LoraSection, *, head: str, s
     original to go back to, is simply trainable. Raises `ModelError` for targets that match nothing, or the head.
     """
     config = _make_config(lora, model)
-    layers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D) and name != head]
+    modules = dict(model.named_modules())
     if lora.targets == "all-linear":
-        config.target_modules = set(layers)
-    elif not isinstance(lora.targets, str):
-        endings = lora.targets
-        names = [name for name, _ in model.named_modules()]
-        config.target_modules = {name for name in names for end in endings if f".{name}".endswith(f".{end}")}
-    if head in cast(set[str], config.target_modules):
+        names = [name for name, each in modules.items() if isinstance(each, nn.Linear | Conv1D) and name != head]
+    elif isinstance(lora.targets, str):
+        names = list(config.target_modules or ())
+    else:
+        names = [name for name in modules if any(f".{name}".endswith(f".{target}") for target in lora.targets)]
+    if head in names:
         raise ModelError(f"critic.lora.targets {lora.targets!r} match the value head {head!r}, which is trained whole")
-    targets = [each for name, each in model.named_modules() if name in cast(set[str], config.target_modules)]
-    config.fan_in_fan_out = all(isinstance(each, Conv1D) for each in targets)  # GPT-2's; PEFT finds out itself, and warns
+    config.target_modules = names
+    config.fan_in_fan_out = all(isinstance(modules[name], Conv1D) for name in names)  # PEFT finds out itself, and warns
     config.task_type = None
     base_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     peft_model = _inject(model, config)
