@@ -44,7 +44,7 @@ def weights(sharded: Unsharded) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("option", "names"),
     [
-        ("algorithm", get_args(Algorithm)),
+        ("algorithm", (*get_args(Algorithm), "gae")),
         ("aggregation", ("auto", *get_args(Aggregation))),
         ("kl_kind", get_args(KLKind)),
         ("correction", ("none", *NAMED)),
