@@ -7,7 +7,7 @@ sample, no padding.
 
 The memory is that of a child process: what its resident size grows by, at most, while it computes log-probabilities of
 `--memory-tokens` tokens and their gradient: over whole fp32 logits (`model(...).logits.float().log_softmax(-1)`), and with
-lockstep's chunks.
+lockstep's chunks. The model is narrow there, with the checkpoint's vocabulary: logits are most of what it needs.
 
     python benchmarks/bench_update.py [--model FOLDER] [--layers 6] [--groups 5] [--rounds 5]
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lockstep.config import LoraSection, TrainConfig
 from lockstep.data.packing import Packing, pack
@@ -73,20 +73,29 @@ def make_items(groups: int) -> list[TrainItem]:
     return items
 
 
-def build(args: argparse.Namespace, *, whole_vocabulary: bool = False) -> Any:
+def build(args: argparse.Namespace) -> Any:
     """Random weights of the checkpoint's shape with `--layers` layers under a LoRA on all linear layers.
 
     The vocabulary is cut in proportion, so that the head's share of the work stays what it is with all layers.
     """
     config = AutoConfig.from_pretrained(args.model)
     layers = args.layers or config.num_hidden_layers
-    if not whole_vocabulary:
-        config.vocab_size = config.vocab_size * layers // config.num_hidden_layers
+    config.vocab_size = config.vocab_size * layers // config.num_hidden_layers
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
     torch.manual_seed(0)
     return inject_lora(AutoModelForCausalLM.from_config(config), LoraSection(rank=16), seed=0)
+
+
+def build_narrow(args: argparse.Namespace) -> Any:
+    """A small model of the checkpoint's vocabulary: its logits are as large, and little else is."""
+    vocabulary = AutoConfig.from_pretrained(args.model).vocab_size
+    torch.manual_seed(0)
+    narrow = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    return inject_lora(LlamaForCausalLM(narrow), LoraSection(rank=16), seed=0)
 
 
 def describe(items: list[TrainItem], args: argparse.Namespace) -> None:
@@ -177,7 +186,7 @@ def print_memory(args: argparse.Namespace) -> None:
 def measure_memory(args: argparse.Namespace, way: str, results: Any) -> None:
     """In a process of its own: what the resident size grew by at most, and some of the adapter's gradient."""
     torch.set_num_threads(args.threads)
-    model = build(args, whole_vocabulary=True)
+    model = build_narrow(args)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     rows = max(args.memory_tokens // (LONGEST - 1), 1)
     items = [TrainItem((7,), tuple(range(1000 + row, 1000 + row + LONGEST - 1)), (), 0.0, row) for row in range(rows)]
