@@ -37,7 +37,7 @@ def scored_samples(num_groups: int, group_size: int, *, seed: int = 0, longest: 
     return out
 
 
-def config_of(model: str, critic: dict[str, Any], **sections: dict[str, Any]) -> Config:
+def config_of(model: str, critic: dict[str, Any], /, **sections: dict[str, Any]) -> Config:
     tree = {
         "model": {"path": model},
         "lora": {"rank": 3, "alpha": 6},
