@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,10 @@ class Broken(Environment):
                 return None
             case "nan":
                 return Turn(reward=float("nan"), done=True)
+            case "huge":
+                return Turn(reward=10**400, done=True)
+            case "info":
+                return Turn(done=True, info=None)  # type: ignore[arg-type]
             case "silent":
                 return Turn()
             case "text":
@@ -108,6 +113,11 @@ class Broken(Environment):
 
 class NoStep(Environment):
     pass
+
+
+class Abstract(ABC):
+    @abstractmethod
+    def step(self, reply: Reply) -> Turn: ...
 
 
 class OddStep:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -221,8 +221,10 @@ class Episodes:
     def _check_turn(self, turn: Any, episode: _Episode) -> None:
         if not isinstance(turn, Turn):
             self._fail(f"step: expected a lockstep.environments.Turn; {_clip(repr(turn))} came", episode)
-        if not isinstance(turn.reward, numbers.Real) or not math.isfinite(turn.reward):
-            self._fail(f"step: expected a finite number as the turn's reward; {turn.reward!r} came", episode)
+        if not isinstance(turn.reward, numbers.Real) or not abs(turn.reward) <= sys.float_info.max:
+            self._fail(f"step: expected a finite number as the turn's reward; {_clip(repr(turn.reward))} came", episode)
+        if not isinstance(turn.info, Mapping):
+            self._fail(f"step: expected a mapping as the turn's info; {_clip(repr(turn.info))} came", episode)
 
     def _check_messages(self, messages: Any, method: str, episode: _Episode) -> None:
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:

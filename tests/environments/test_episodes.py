@@ -147,6 +147,8 @@ def test_openings_that_differ_within_a_group_or_are_too_long_are_refused():
         ("nan", r"step: expected a finite number as the turn's reward; nan came"),
         ("silent", r"step: expected a list of at least one message; \(\) came"),
         ("text", r"step: expected a list of at least one message; 'hello' came"),
+        ("huge", r"expected a finite number as the turn's reward; 1000+ came"),
+        ("info", "expected a mapping as the turn's info; None came"),
         ("shape", r"a message must be .*; \{'role': 'user', 'text': 'hello'\} came"),
     ],
 )

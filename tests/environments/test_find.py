@@ -34,6 +34,7 @@ def test_found_by_name_module_or_file(tmp_path):
         (f"{HERE}:HERE", {}, "HERE is a str, not a class"),
         (f"{HERE}:factory", {}, "expected a class, one instance of which is made per sample"),
         (f"{HERE}:NoStep", {}, r"NoStep has no method step; expected step\(self, reply\) -> Turn"),
+        (f"{HERE}:Abstract", {}, "Abstract is abstract; expected a class that has its own step"),
         (f"{HERE}:OddStep", {}, r"expected step\(self, reply\); it is step\(self\)"),
         (f"{HERE}:Counting", {"trns": 1}, r"cannot be made with args \['trns'\].*trns"),
         (f"{HERE}:Broken", {}, "missing a required argument: 'how'"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.observe.samples import SampleWriter
 from lockstep.rundir import RunDir
-from lockstep.types import Prompt, Sample, ScoredSample
+from lockstep.types import Episode, Prompt, Sample, ScoredSample
 
 
 def make_scored(index: int, *, logprob: float = -0.5) -> ScoredSample:
@@ -51,6 +52,21 @@ def test_a_logprob_of_minus_infinity_is_null(tmp_path: Path):
     SampleWriter(RunDir(tmp_path), limit=1).write(1, [make_scored(0, logprob=-math.inf)])
     entry = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text())
     assert entry["logprobs"] == [None, -1.0]
+
+
+def test_what_an_environment_notes_is_written_whatever_it_is(tmp_path: Path):
+    ring: dict[str, object] = {}
+    ring["self"] = ring
+    info = {"keys": {(1, 2): 3}, "ring": ring, "nan": math.nan, "set": {1}, 5: [None, True]}
+    episode = Episode(({"role": "tool", "content": "x", "call": {(1,): 2}},), (0.0,), "done", (info,))
+    scored = make_scored(0)
+    scored = replace(scored, sample=replace(scored.sample, episode=episode))
+    SampleWriter(RunDir(tmp_path), limit=1).write(1, [scored])
+    entry = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=int)
+    assert entry["info"] == [
+        {"keys": "{(1, 2): 3}", "ring": "{'self': {...}}", "nan": "nan", "set": "{1}", "5": [None, True]}
+    ]
+    assert entry["turns"] == [{"role": "tool", "content": "x", "call": "{(1,): 2}"}]
 
 
 def test_resume_removes_later_steps(tmp_path: Path):

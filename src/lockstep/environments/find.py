@@ -33,8 +33,8 @@ class EnvironmentKind:
 
 
 def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
-    """Raises `ConfigError`: unknown name, module or file that is missing or does not import, not a class, no `step`, `args`
-    that it does not take."""
+    """Raises `ConfigError`: unknown name, module or file that is missing or does not import, not a class, an abstract one, no
+    `step`, `args` that it does not take."""
     label = f"environment {config.name!r}"
     if ":" in config.name:
         found = find_own(config.name, kind="environment", thing="class")
@@ -48,6 +48,9 @@ def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
         )
     if not isinstance(found, type):
         raise ConfigError(f"{label}: expected a class, one instance of which is made per sample; {found!r} came")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))  # type: ignore[attr-defined]
+        raise ConfigError(f"{label}: {found.__name__} is abstract; expected a class that has its own {missing}")
     _check_method(found, "step", 1, label)
     if hasattr(found, "reset"):
         _check_method(found, "reset", 1, label)

@@ -63,7 +63,7 @@ def sample_entry(item: ScoredSample) -> dict[str, Any]:
 
 def _episode(episode: Episode) -> dict[str, Any]:
     return {
-        "turns": [dict(message) for message in episode.messages],
+        "turns": [_printable(message) for message in episode.messages],
         "ended": episode.ended,
         "turn_rewards": [finite_or_none(value) for value in episode.rewards],
         "info": [_printable(info) for info in episode.info],
@@ -72,4 +72,11 @@ def _episode(episode: Episode) -> dict[str, Any]:
 
 def _printable(info: Mapping[str, Any]) -> Any:
     """What JSON cannot hold is shown as Python shows it."""
-    return json.loads(json.dumps({str(key): value for key, value in info.items()}, default=repr))
+    return {str(key): _printable_value(value) for key, value in info.items()}
+
+
+def _printable_value(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value, default=repr, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, NaN, what holds itself
+        return repr(value)
