@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep import dist
 from lockstep.assemble import make_sharded
-from lockstep.assemble_critic import make_critic
+from lockstep.assemble_critic import build_critic, make_critic
 from lockstep.config import Config, build_config
 from lockstep.data.items import make_items
 from lockstep.model.load import find_model, load_tokenizer
@@ -64,7 +64,8 @@ def measure(model: str, num_prompts: int, rounds: int) -> dict[str, float]:
     optimizer = Optimizer(policy.trainable(), train=config.train, num_steps=rounds)
     options: dict[str, Any] = {"sampling": Sampling(), "world": world, "pad_id": 0, "max_new_tokens": 16}
     actor = Actor(policy, optimizer, train=config.train, **options)
-    critics = {kind: make_critic(config_of(model, kind), files, policy, pad_id=0) for kind in KINDS}
+    configs = {kind: config_of(model, kind) for kind in KINDS}
+    critics = {kind: make_critic(each, build_critic(each, files), policy, pad_id=0) for kind, each in configs.items()}
     best: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from lockstep.assemble import make_sharded
-from lockstep.assemble_critic import make_critic
+from lockstep.assemble_critic import build_critic, make_critic
 from lockstep.config import Config, build_config
 from lockstep.dist import World
 from lockstep.model.load import find_model
@@ -55,7 +55,7 @@ def critic_of(world: World, config: Config) -> Critic:
     """Collective."""
     files = find_model(config.model.path)
     policy = make_sharded(config, files, world)
-    critic = make_critic(config, files, policy, pad_id=0)
+    critic = make_critic(config, build_critic(config, files), policy, pad_id=0)
     assert critic is not None
     return critic
 

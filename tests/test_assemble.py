@@ -1,16 +1,25 @@
 """Parts of a run put together: what the sections mean for each other."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from helpers_data import tiny_tokenizer
-from helpers_loop import recipe
+from helpers_loop import make_model_folder, recipe
+from helpers_train import adapt
 from lockstep.assemble import assemble, load_data
+from lockstep.assemble_critic import check_reads
 from lockstep.config import build_config
 from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.data.tasks import SAME_PROBLEM
 from lockstep.dist import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.model.load import find_model
+from lockstep.testing import tiny_llama
 
 
 def test_a_run_does_not_train_on_what_it_is_scored_on(tmp_path):
@@ -30,3 +39,62 @@ def test_flex_attention_is_refused_where_it_cannot_train(tmp_path):
     config = build_config(recipe("unused", tmp_path / "run", model={"attention": "flex_attention"}))
     with pytest.raises(ConfigError, match="flex_attention has no backward; use sdpa"):
         assemble(config, World())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def reward_model(folder: Path, like: str, *, labels: int = 1, tokenizer: Any = None) -> str:
+    config = AutoConfig.from_pretrained(like, num_labels=labels)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def with_other_tokens(folder: Path, like: str) -> str:
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.backend_tokenizer.to_str().replace('"a"', '"zzz"')
+    return reward_model(folder, like, tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text)))
+
+
+def adapter_of_another_base(folder: Path, like: str) -> str:
+    adapt(tiny_llama(vocab_size=len(tiny_tokenizer()), hidden_size=64), seed=1).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "make", "said"),
+    [
+        ("critic", "path", lambda folder, like: "nowhere", r"critic\.path 'nowhere' is not a folder"),
+        ("critic", "path", lambda folder, like: reward_model(folder, like, labels=2), "has 2 labels, and a value model has one"),
+        ("critic", "path", with_other_tokens, r"another tokenizer than the policy, whose token \d+ is 'a' \(there it is None\)"),
+        ("critic", "lora", lambda folder, like: {"targets": ["q_prj"]}, r"critic\.lora\.targets: 'q_prj' matches no module"),
+        ("teacher", "path", lambda folder, like: "nowhere", r"teacher\.path 'nowhere' is not a folder"),
+        ("teacher", "adapter", lambda folder, like: "nowhere", r"teacher\.adapter 'nowhere' is not a PEFT folder"),
+        ("teacher", "adapter", adapter_of_another_base, r"teacher\.adapter .* is .*64.* there, and here it has to be .*32.*"),
+    ],
+)  # fmt: skip
+def test_a_critic_or_teacher_that_cannot_be_is_refused_before_any_model_is_loaded(
+    model, tmp_path, monkeypatch, section, option, make, said
+):
+    def loaded(*args: Any) -> Any:
+        raise AssertionError("the policy was loaded first")
+
+    monkeypatch.setattr("lockstep.assemble.make_sharded", loaded)
+    given = {"path": model} if section == "teacher" else {}
+    algorithm = {"train": {"algorithm": "gae"}} if section == "critic" else {}
+    sections = {section: given | {option: make(tmp_path / "made", model)}, **algorithm}
+    with pytest.raises(LockstepError, match=said):
+        assemble(build_config(recipe(model, tmp_path / "run", **sections)), World())
+
+
+def test_a_reward_model_may_know_more_tokens_than_the_policy(model, tmp_path):
+    tokenizer = tiny_tokenizer()
+    files = find_model(reward_model(tmp_path / "same", model, tokenizer=tokenizer))
+    check_reads(files, find_model(model), tokenizer, path="there")
+    tokenizer.add_tokens(["[PAD]"])
+    tokenizer.save_pretrained(tmp_path / "same")
+    check_reads(files, find_model(model), tiny_tokenizer(), path="there")

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.assemble_critic import make_critic
-from lockstep.assemble_teacher import find_teacher, make_teacher
+from lockstep.assemble_critic import build_critic, make_critic
+from lockstep.assemble_teacher import build_teacher, make_teacher
 from lockstep.checkpoint import CriticState, TrainState
 from lockstep.config import Config, DataConfig
 from lockstep.data.order import PromptOrder
@@ -107,7 +107,8 @@ def assemble(config: Config, world: World) -> Parts:
         tokenizer = load_tokenizer(files)
         data = load_data(config, tokenizer, rewards)
         stage = Stage.of(config.environment, tokenizer=tokenizer, prompt=config.data.prompt)
-        teacher_files = find_teacher(config, files, tokenizer)
+        empty_teacher = build_teacher(config, files, tokenizer)
+        empty_critic = build_critic(config, files, tokenizer)
     sharded = make_sharded(config, files, world)
     engine, connect = start_engine(config, files, tokenizer, world)
     try:
@@ -117,7 +118,7 @@ def assemble(config: Config, world: World) -> Parts:
         config = config.model_copy(update={"train": train})
         sharded.settle()
         optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)
-        teacher = make_teacher(config, teacher_files, files, world, sampling=sampling, pad_id=pad_id)
+        teacher = make_teacher(config, empty_teacher, files, world, sampling=sampling, pad_id=pad_id)
         actor = Actor(
             sharded,
             optimizer,
@@ -129,7 +130,7 @@ def assemble(config: Config, world: World) -> Parts:
             seed=config.run.seed,
             teacher=teacher,
         )
-        critic = make_critic(config, files, sharded, pad_id=pad_id)
+        critic = make_critic(config, empty_critic, sharded, pad_id=pad_id)
         canary = make_canary(config, engine, sharded, data.train, sampling=sampling, world=world, pad_id=pad_id)
         export = choose_export(config, engine, sharded)
         serving = Serving(

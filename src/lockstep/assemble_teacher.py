@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config import Config, TeacherConfig
-from lockstep.dist import World, all_or_none
+from lockstep.dist import World
 from lockstep.engines import DTYPES
 from lockstep.errors import ModelError
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
@@ -21,29 +22,49 @@ from lockstep.train.teacher import Teacher, check_same_tokens
 from lockstep.types import Sampling
 
 
-def find_teacher(config: Config, files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> ModelFiles | None:
-    """Not collective; reads no weights. None where the recipe has no teacher. `files` and `tokenizer`: the policy's.
+@dataclass(frozen=True, slots=True, eq=False)
+class EmptyTeacher:
+    """A frozen model whose base is on meta, and where its weights are."""
 
-    Raises `ModelError` for a tokenizer that is not the policy's, naming the first difference.
+    files: ModelFiles
+    model: Any
+    """Plain, or a PEFT model with the adapter's own values."""
+
+
+def build_teacher(config: Config, files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> EmptyTeacher | None:
+    """Not collective; reads no weights but the adapter's. None where the recipe has no teacher. `files` and `tokenizer`: the
+    policy's.
+
+    Raises `ModelError` for a tokenizer that is not the policy's, naming the first difference, and for an adapter that does not fit.
     """
-    if config.teacher is None:
+    teacher = config.teacher
+    if teacher is None:
         return None
-    found = find_model(config.teacher.path)
+    found = find_model(teacher.path, "teacher.path")
     rows = min(num_rows(files), num_rows(found))
-    check_same_tokens(tokenizer, load_tokenizer(found), rows=rows, path=config.teacher.path)
-    return found
+    check_same_tokens(tokenizer, load_tokenizer(found), rows=rows, path=teacher.path)
+    return empty_teacher(config, teacher, found)
+
+
+def empty_teacher(config: Config, teacher: TeacherConfig, files: ModelFiles) -> EmptyTeacher:
+    """Not collective. `files`: its own."""
+    dtype = DTYPES[teacher.dtype or config.model.dtype]
+    model: Any = build_empty(files, dtype=dtype, attention=config.model.attention)
+    if teacher.adapter:
+        model = inject_frozen_lora(model, teacher.adapter, dtype=dtype, files=files)
+    return EmptyTeacher(files, model.requires_grad_(False))
 
 
 def make_teacher(
-    config: Config, files: ModelFiles | None, policy: ModelFiles, world: World, *, sampling: Sampling, pad_id: int
+    config: Config, empty: EmptyTeacher | None, policy: ModelFiles, world: World, *, sampling: Sampling, pad_id: int
 ) -> Teacher | None:
-    """Collective. `files`: what `find_teacher` found. `config.train.packing` is decided.
+    """Collective. `empty`: what `build_teacher` made. `config.train.packing` is decided.
 
     Raises `ModelError`, on every rank, for a teacher that cannot score in the layout that the policy is trained in.
     """
-    if config.teacher is None or files is None:
+    if config.teacher is None or empty is None:
         return None
-    sharded = shard_teacher(config, config.teacher, files, world)
+    sharded = shard_teacher(config, empty, world)
     try:
         choose_packing(config.train.packing, sharded.module, world, sampling=sampling, pad_id=pad_id)
     except ModelError as error:
@@ -54,22 +75,16 @@ def make_teacher(
     return Teacher(sharded, config.teacher, sampling=sampling, vocabulary=num_rows(policy))
 
 
-def shard_teacher(config: Config, teacher: TeacherConfig, files: ModelFiles, world: World) -> ShardedModel:
-    """Collective. As the policy is made: empty, with its adapter, sharded, filled; no rank holds the whole. All of it is frozen."""
-    dtype = DTYPES[teacher.dtype or config.model.dtype]
-    with all_or_none(world, "building the teacher"):
-        model: Any = build_empty(files, dtype=dtype, attention=config.model.attention)
-        if teacher.adapter:
-            model = inject_frozen_lora(model, teacher.adapter, dtype=dtype, files=files)
-        model.requires_grad_(False)
+def shard_teacher(config: Config, empty: EmptyTeacher, world: World) -> ShardedModel:
+    """Collective. As the policy is made: sharded, then filled; no rank holds the whole. All of it is frozen."""
     sharded = shard(
-        model,
-        plan_sharding(model),
+        empty.model,
+        plan_sharding(empty.model),
         backend=config.sharding.backend if world.size > 1 else "fsdp2",
         reshard_after_forward=True,  # whatever the policy does: no backward follows, so nothing else would free its units
         timeout_s=config.dist.agree_timeout_s,
     )
-    fill(sharded, files, attention=config.model.attention)
+    fill(sharded, empty.files, attention=config.model.attention)
     return sharded
 
 

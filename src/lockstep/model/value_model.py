@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from lockstep.errors import ModelError
-from lockstep.model.load import ModelFiles, build_of, without_noise
+from lockstep.model.load import ModelFiles, build_of, read_tensor, without_noise
 
 HEADS = ("score", "classifier")
 """What transformers calls the head, and PEFT (task type TOKEN_CLS) trains and saves with the adapter."""
@@ -59,9 +59,20 @@ def build_empty_value_model(files: ModelFiles, *, dtype: torch.dtype, attention:
         raise ModelError(
             f"{type(model).__name__} has none of the heads {list(HEADS)}; expected one of them; use critic.kind: head"
         )
+    _check_stored_head(files, f"{head}.weight")
     setattr(model, head, ValueHead(cast(nn.Linear, getattr(model, head)).in_features))
     # The language model's own head is part of no value model; no word about it on every start.
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     model._keys_to_ignore_on_load_unexpected = [*ignored, r"^lm_head\."]  # type: ignore[assignment]
     names = (f"{head}.weight", f"{head}.bias")
     return ValueModel(model, head, tuple(name for name in names if name not in files.weights))
+
+
+def _check_stored_head(files: ModelFiles, name: str) -> None:
+    """A reward model's head has one label; a classifier's has several, none of which is a value."""
+    num = read_tensor(files, name).shape[0] if name in files.weights else 1
+    if num != 1:
+        raise ModelError(
+            f"{files.path}: its head {name!r} has {num} labels, and a value model has one; give a reward model with one label, or a "
+            "checkpoint without a head"
+        )
