@@ -205,6 +205,16 @@ def test_a_rank_that_is_out_of_step_saves_nothing(error):
     assert not saved and "out of step" in error.__notes__[0]
 
 
+def test_a_critic_that_is_not_finite_is_not_saved_either():
+    saved, critic = [], stand_in(World())
+    with pytest.raises(LockstepError), rescued(stand_in(World()), [lambda: saved.append(1)], critic=critic):
+        raise LockstepError("sound")
+    critic.local_flat = lambda name: torch.tensor([torch.inf])
+    with pytest.raises(LockstepError) as caught, rescued(stand_in(World()), [lambda: saved.append(2)], critic=critic):
+        raise LockstepError("not sound")
+    assert saved == [1] and "a has values that are not finite" in caught.value.__notes__[0]
+
+
 def test_nothing_is_saved_where_nothing_is_due_or_somebody_interrupts():
     saved = []
     with pytest.raises(LockstepError), rescued(stand_in(World()), [lambda: saved.append(1)], is_due=False):

@@ -163,7 +163,9 @@ class Loop:
 
     def rescued(self, *first: Callable[[], object]) -> AbstractContextManager[None]:
         """Where the block fails, the steps so far are saved (after `first`) before the run ends: the trainer's state is whole."""
-        return rescued(self.parts.sharded, [*first, self.save], is_due=self.step > (self.saved_step or 0))
+        critic = self.parts.critic.valuer.sharded if self.parts.critic else None
+        is_due = self.step > (self.saved_step or 0)
+        return rescued(self.parts.sharded, [*first, self.save], is_due=is_due, critic=critic)
 
     def evaluate(self, name: str) -> EvalResult | None:
         """Collective. Score the held-out data greedily; before training under every template, of which the best counts."""

@@ -26,7 +26,13 @@ _HERE = "here"
 
 
 @contextmanager
-def rescued(sharded: ShardedModel, save: Sequence[Callable[[], object]], *, is_due: bool = True) -> Iterator[None]:
+def rescued(
+    sharded: ShardedModel,
+    save: Sequence[Callable[[], object]],
+    *,
+    is_due: bool = True,
+    critic: ShardedModel | None = None,
+) -> Iterator[None]:
     """Where the block raises: save (the calls in turn, each collective), then raise what it raised.
 
     Collective where an error is every rank's, as those of `Serving` are; of one that is this rank's alone the others do not hear,
@@ -37,13 +43,13 @@ def rescued(sharded: ShardedModel, save: Sequence[Callable[[], object]], *, is_d
         yield
     except Exception as error:
         if is_due:
-            _save_before_end(error, sharded, save)
+            _save_before_end(error, [sharded, *([critic] if critic else [])], save)
         raise
 
 
-def _save_before_end(error: Exception, sharded: ShardedModel, save: Sequence[Callable[[], object]]) -> None:
+def _save_before_end(error: Exception, trained: Sequence[ShardedModel], save: Sequence[Callable[[], object]]) -> None:
     try:
-        reason = _roll_call(sharded.world, _own_reason(error, sharded))
+        reason = _roll_call(trained[0].world, _own_reason(error, trained))
         if not reason:
             for call in save:
                 call()
@@ -54,12 +60,13 @@ def _save_before_end(error: Exception, sharded: ShardedModel, save: Sequence[Cal
     log.warning("the run ends with %s; the steps since the last checkpoint were %s", type(error).__name__, told)
 
 
-def _own_reason(error: Exception, sharded: ShardedModel) -> str:
+def _own_reason(error: Exception, trained: Sequence[ShardedModel]) -> str:
     """Why this rank cannot take part; empty: it can. Not collective."""
-    world = sharded.world
+    world = trained[0].world
     if world.is_torn or isinstance(error, RankMissing | RanksDisagree):
         return f"rank {world.rank} is out of step with the others ({type(error).__name__})"
-    odd = next((name for name, _ in sharded.trainable() if not bool(sharded.local_flat(name).isfinite().all())), None)
+    values = ((name, sharded.local_flat(name)) for sharded in trained for name, _ in sharded.trainable())
+    odd = next((name for name, mine in values if not bool(mine.isfinite().all())), None)
     return f"{odd} has values that are not finite" if odd else ""
 
 

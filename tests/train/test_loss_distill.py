@@ -77,6 +77,15 @@ def test_extremes_are_finite(tail):
     assert values[0].item() == pytest.approx(50.0, rel=0.4)  # the floor; a bucket's rest is rounding
 
 
+def test_a_student_that_excludes_all_of_the_teachers_tokens_is_all_rest():
+    logits = torch.tensor([[1.0, -INF, -INF, 0.0]], requires_grad=True)
+    student, teacher = torch.log_softmax(logits, -1)[:, 1:3], torch.tensor([[0.5, 0.25]]).log()
+    value = reverse_kl_topk(student, teacher)
+    assert value.item() == pytest.approx(-torch.tensor(0.25).log().item())
+    (gradient,) = torch.autograd.grad(value.sum(), logits)
+    assert gradient.tolist() == [[0, 0, 0, 0]]
+
+
 def test_masked_rows_change_nothing():  # B92
     sequences = Sequences.of([4], mask=torch.tensor([True, False, True, True]))
     student = logprobs(0)

@@ -155,6 +155,7 @@ def _kl(student: Tensor, teacher: Tensor) -> Tensor:
 def _with_rest(logprobs_NK: Tensor) -> Tensor:
     """[N, K + 1]: the last column is log(1 - sum of the others). A rest below the dtype's rounding counts as that (1e-7 in
     fp32): it is not known better, and its logarithm stays finite."""
-    rest = -torch.expm1(torch.logsumexp(logprobs_NK, -1, keepdim=True))
+    # Of nothing but -inf (a student that excludes all K) logsumexp has no gradient but NaN.
+    rest = -torch.expm1(torch.logsumexp(logprobs_NK.clamp_min(LOGPROB_FLOOR), -1, keepdim=True))
     tiny = torch.finfo(logprobs_NK.dtype).eps
     return torch.cat([logprobs_NK, rest.clamp_min(tiny).log()], -1)
