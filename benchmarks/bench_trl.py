@@ -247,12 +247,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
-        "--trl-batch",
-        nargs="+",
-        type=int,
-        default=[128, 32],
-        help="samples that TRL takes at a time; several are tried",
+        "--trl-batch", nargs="+", type=int, default=[32], help="samples that TRL takes at a time; several are tried"
     )
+    parser.add_argument("--tokens", type=int, default=2048, help="lockstep's train.micro_batch_tokens")
     parser.add_argument("--trl-out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
