@@ -67,6 +67,19 @@ class Opens(Environment):
         return Turn(done=True, info={"seed": self.seed})
 
 
+class Spends(Environment):
+    """Uses up what it is given."""
+
+    def __init__(self, words: list[str]):
+        self.words = words
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.words.append(row.pop("answer"))
+
+    def step(self, reply: Reply) -> Turn:
+        return Turn(done=True, info={"words": list(self.words)})
+
+
 class Broken(Environment):
     """Goes wrong in its second turn, in the way that it is told."""
 
@@ -98,6 +111,8 @@ class Broken(Environment):
                 return Turn(reward=10**400, done=True)
             case "info":
                 return Turn(done=True, info=None)  # type: ignore[arg-type]
+            case "surrogate":
+                return Turn([{"role": "user", "content": "a \ud83d"}])
             case "silent":
                 return Turn()
             case "text":

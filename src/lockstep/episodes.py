@@ -10,6 +10,7 @@ loop and in the evaluation. Every rank makes the same number of generate calls, 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import numbers
 import os
@@ -162,7 +163,8 @@ class Episodes:
         def begin() -> Any:
             episode.environment = kind.new()
             reset = getattr(episode.environment, "reset", None)
-            return None if reset is None else reset(episode.prompt.row, **options)
+            # A copy: what one sample's environment does to its row is not for the others, nor for the next epoch.
+            return None if reset is None else reset(copy.deepcopy(episode.prompt.row), **options)
 
         return begin
 
@@ -242,6 +244,12 @@ class Episodes:
                     f'{method}: a message must be {{"role": text, "content": text}}; {_clip(repr(message))} came',
                     episode,
                 )
+            if not _is_unicode(message["content"]):
+                self._fail(
+                    f"{method}: a message's content holds half of a surrogate pair, which no tokenizer takes (text that was cut by "
+                    f"UTF-16 units?): {_clip(ascii(message['content']))} came",
+                    episode,
+                )
 
     def _call(self, episodes: Sequence[_Episode], calls: Sequence[Callable[[], Any]], method: str) -> list[Any]:
         """One call per episode, within the time limit."""
@@ -290,6 +298,14 @@ class Episodes:
 
 def _calling(step: Callable[[Reply], Any], reply: Reply) -> Callable[[], Any]:
     return lambda: step(reply)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _clip(text: str) -> str:

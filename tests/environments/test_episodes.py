@@ -149,6 +149,7 @@ def test_openings_that_differ_within_a_group_or_are_too_long_are_refused():
         ("text", r"step: expected a list of at least one message; 'hello' came"),
         ("huge", r"expected a finite number as the turn's reward; 1000+ came"),
         ("info", "expected a mapping as the turn's info; None came"),
+        ("surrogate", r"half of a surrogate pair, which no tokenizer takes .* 'a \\ud83d' came"),
         ("shape", r"a message must be .*; \{'role': 'user', 'text': 'hello'\} came"),
     ],
 )
@@ -173,6 +174,13 @@ def test_what_goes_wrong_is_told_with_the_episode(how, said):
 def test_beginning_and_end_can_go_wrong_too(how, said):
     with pytest.raises(EpisodeError, match=said):
         play("Broken", args={"how": how})
+
+
+def test_what_an_environment_does_to_its_row_and_arguments_is_its_own():
+    given: list[str] = []
+    samples, _ = play("Spends", args={"words": given}, num=2, num_samples=2)
+    assert [sample.episode.info[0]["words"] for sample in samples] == [["0"], ["0"], ["1"], ["1"]]
+    assert all(sample.prompt.row["answer"] for sample in samples) and not given
 
 
 def test_an_environment_that_hangs_stops_the_run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
@@ -28,8 +29,8 @@ class EnvironmentKind:
     """Has its `reset` a parameter `seed`?"""
 
     def new(self) -> Any:
-        """An instance. Raises what the class raises."""
-        return self.make(**self.args)
+        """An instance, with arguments of its own: samples share nothing. Raises what the class raises."""
+        return self.make(**copy.deepcopy(dict(self.args)))
 
 
 def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
