@@ -47,7 +47,8 @@ class Environment:
     """One sample's environment: made with the recipe's `args`, reset once, stepped once per reply, closed.
 
     A class with these methods need not inherit from this one. Each may be `async def`; those of a step's samples then run at
-    the same time. What it raises ends the run, and shows the episode.
+    the same time, in an event loop that ends with the call: sessions, locks and tasks do not live from one method to the next.
+    What it raises ends the run, and shows the episode.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
