@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from helpers_data import tiny_tokenizer
 from helpers_loop import make_model_folder, recipe
@@ -98,3 +104,21 @@ def test_a_reward_model_may_know_more_tokens_than_the_policy(model, tmp_path):
     tokenizer.add_tokens(["[PAD]"])
     tokenizer.save_pretrained(tmp_path / "same")
     check_reads(files, find_model(model), tiny_tokenizer(), path="there")
+
+
+@pytest.mark.parametrize("section", ["teacher", "critic"])
+def test_auto_packs_as_every_model_of_the_run_can(model, tmp_path, caplog, section):
+    """A window is lost in the mask of shared prefixes; the policy itself, which has none, could share them."""
+    tokenizer = tiny_tokenizer()
+    config = MistralConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, sliding_window=8, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "windowed")
+    tokenizer.save_pretrained(tmp_path / "windowed")
+    algorithm = {"train": {"algorithm": "gae"}} if section == "critic" else {}
+    sections = {section: {"path": str(tmp_path / "windowed")}, **algorithm}
+    parts = assemble(build_config(recipe(model, tmp_path / "run", **sections)), World())
+    parts.serving.close()
+    assert parts.actor._train.packing == "packed"
+    assert f"{section}.path: sliding-window or chunked layers" in caplog.text

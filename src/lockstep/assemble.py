@@ -114,7 +114,9 @@ def assemble(config: Config, world: World) -> Parts:
     try:
         sampling = make_sampling(config, engine.eos_ids)
         pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-        train = decide(config.train, sharded.module, world, sampling=sampling, pad_id=pad_id)
+        readers = {"teacher.path": empty_teacher, "critic.path": empty_critic}
+        others = {name: each.model.config for name, each in readers.items() if each is not None}
+        train = decide(config.train, sharded.module, world, sampling=sampling, pad_id=pad_id, others=others)
         config = config.model_copy(update={"train": train})
         sharded.settle()
         optimizer = Optimizer(sharded.trainable(), train=config.train, num_steps=config.run.num_steps)

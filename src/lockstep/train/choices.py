@@ -6,6 +6,7 @@ What cannot be had falls back with a warning where the recipe leaves it open (`p
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -22,11 +23,19 @@ log = logging.getLogger(__name__)
 BEST_FIRST: tuple[Packing, ...] = ("shared_prefix", "packed", "padded")
 
 
-def decide(train: TrainConfig, module: nn.Module, world: World, *, sampling: Sampling, pad_id: int) -> TrainConfig:
-    """Collective. The same on every rank. Raises `ModelError` for a packing that was asked for and cannot be had."""
-    decided: dict[str, Any] = {
-        "packing": choose_packing(train.packing, module, world, sampling=sampling, pad_id=pad_id)
-    }
+def decide(
+    train: TrainConfig,
+    module: nn.Module,
+    world: World,
+    *,
+    sampling: Sampling,
+    pad_id: int,
+    others: Mapping[str, Any] | None = None,
+) -> TrainConfig:
+    """Collective. The same on every rank. `others`: see `choose_packing`. Raises `ModelError` for a packing that was asked for
+    and cannot be had."""
+    packing = choose_packing(train.packing, module, world, sampling=sampling, pad_id=pad_id, others=others)
+    decided: dict[str, Any] = {"packing": packing}
     offloads = [name for name in ("offload_optimizer", "offload_activations") if getattr(train, name)]
     if offloads and world.device.type == "cpu":
         log.warning(
@@ -37,15 +46,28 @@ def decide(train: TrainConfig, module: nn.Module, world: World, *, sampling: Sam
     return train.model_copy(update=decided)
 
 
-def choose_packing(asked: str, module: nn.Module, world: World, *, sampling: Sampling, pad_id: int) -> Packing:
-    """Collective. What was asked for, or of `auto` the fastest that computes what `padded` does, says the model itself."""
+def choose_packing(
+    asked: str,
+    module: nn.Module,
+    world: World,
+    *,
+    sampling: Sampling,
+    pad_id: int,
+    others: Mapping[str, Any] | None = None,
+) -> Packing:
+    """Collective. What was asked for, or of `auto` the fastest that computes what `padded` does, says the model itself.
+
+    `others`: transformers configs of the models that read the same rows (a teacher, a critic), by option; `auto` takes nothing
+    that one of them says it cannot do.
+    """
     config = cast(Any, module).config
     for mode in BEST_FIRST:
         if asked not in ("auto", mode):
             continue
         if asked != "auto":
             check_packing_supported(config, mode)
-        reason = why_not(config, mode) or _fault(module, world, mode, sampling=sampling, pad_id=pad_id)
+        reason = why_not(config, mode) or (_refused_by(others or {}, mode) if asked == "auto" else "")
+        reason = reason or _fault(module, world, mode, sampling=sampling, pad_id=pad_id)
         if not reason:
             return mode
         if asked != "auto":
@@ -60,6 +82,11 @@ def by_config(train: TrainConfig, module: nn.Module) -> TrainConfig:
         return train
     config = cast(Any, module).config
     return train.model_copy(update={"packing": next(mode for mode in BEST_FIRST if not why_not(config, mode))})
+
+
+def _refused_by(others: Mapping[str, Any], mode: Packing) -> str:
+    found = ((name, why_not(config, mode)) for name, config in others.items())
+    return next((f"{name}: {reason}" for name, reason in found if reason), "")
 
 
 def _fault(module: nn.Module, world: World, mode: Packing, *, sampling: Sampling, pad_id: int) -> str:
