@@ -18,7 +18,9 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 
 def test_a_critic_round_trips_and_a_group_of_one_is_enough(tmp_path):
-    config = build_config(tree(train=GAE, critic={"kind": "head", "warmup_steps": 3}, rollout={"group_size": 1}, run={"dir": "here"}))
+    config = build_config(
+        tree(train=GAE, critic={"kind": "head", "warmup_steps": 3}, rollout={"group_size": 1}, run={"dir": "here"})
+    )
     (tmp_path / "recipe.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "recipe.yaml") == config
     assert load_config(tmp_path / "recipe.yaml", ["critic.lam=0.9"]).critic.lam == 0.9  # type: ignore[union-attr]
