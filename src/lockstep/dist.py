@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lockstep.config import DistConfig
 from lockstep.errors import LockstepError, RankMissing, RanksDisagree
+from lockstep.host_memory import return_large_blocks
 from lockstep.rendezvous import meet, whole_number
 from lockstep.types import Stat
 
@@ -102,6 +103,8 @@ def start(device: str, limits: DistConfig) -> World:
     where = device_for(device, local_rank)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    else:
+        return_large_blocks()
     timeout = datetime.timedelta(seconds=limits.timeout_s)
     store = meet(rank, size, limits.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
