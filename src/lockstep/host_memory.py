@@ -16,8 +16,9 @@ def return_large_blocks() -> bool:
     """Hold glibc's threshold for mapped blocks where it is, for this process; False where there is nothing to set.
 
     By itself glibc raises it, to 32 MiB, as soon as such a block is freed. Activations then come from the heap, which shrinks
-    only from its end: on a CPU a training process grew by gigabytes over a few steps and kept them (docs/numerics.md says what
-    was measured). A setting in the environment (MALLOC_MMAP_THRESHOLD_) is left alone.
+    only from its end: on a CPU a training process grows by gigabytes over a few steps and keeps them. Lower thresholds hold less
+    and cost time in page faults: docs/numerics.md has the figures. A setting in the environment (MALLOC_MMAP_THRESHOLD_) is left
+    alone.
     """
     if not sys.platform.startswith("linux") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
