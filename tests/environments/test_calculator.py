@@ -20,6 +20,8 @@ def reply(text: str, turn: int = 0) -> Reply:
         ("2 / 3", "0.666667"),
         ("-3", "-3"),
         ("1 / 0", None),
+        ("1e308 * 1e308 / 3", None),
+        ("1e999", None),
         ("2 ** 9", None),
         ("__import__('os')", None),
         ("True + 1", None),
@@ -33,6 +35,15 @@ def reply(text: str, turn: int = 0) -> Reply:
 )
 def test_sums_are_computed_and_nothing_else(expression, value):
     assert compute(expression) == value
+
+
+def test_whatever_a_policy_writes_is_no_error():
+    """The longest expressions of each operator and of large numbers: an exception would end the run."""
+    for operator in "+-*/":
+        for number in ("9" * 20, "1e308", "1e-308", "-1e308", "(" * 30, "0x" + "f" * 12, "1_0", "9" * 79):
+            for end in ("", operator + "3", ")" * 30):
+                said = compute(operator.join([number] * 9)[: 80 - len(end)] + end)
+                assert said is None or said
 
 
 def test_a_call_is_answered_and_anything_else_ends_the_episode():

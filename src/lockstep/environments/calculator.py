@@ -74,16 +74,22 @@ class Calculator(Environment):
 
 
 def compute(expression: str) -> str | None:
-    """The value of + - * / and brackets over numbers; None for anything else. Exact, but for a last rounding of fractions."""
+    """The value of + - * / and brackets over numbers; None for anything else, and for fractions beyond what a float holds. Exact,
+    but for a last rounding of fractions."""
     if len(expression) > _LONGEST:
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python's remarks on what a policy writes, such as 3if
             value = _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
+    except (
+        SyntaxError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+    ):  # a policy writes what it likes, and its run goes on
         return None
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
 def _value(node: ast.AST) -> Fraction:
