@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +102,7 @@ class Broken(Environment):
             case "exit":
                 raise SystemExit(0)
             case "hang":
-                time.sleep(60)
+                threading.Event().wait(60)
             case "none":
                 return None
             case "nan":

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-import pytest
+from lockstep.host_memory import return_large_blocks
 
 CHECK = """
 import os, sys, torch
@@ -36,6 +36,13 @@ def grown(how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_freed_blocks_go_back():
+    if not sys.platform.startswith("linux"):
+        assert not return_large_blocks()
+        return
     assert grown("set") < 30 < grown("as it is")
+
+
+def test_a_setting_of_the_users_own_is_left_alone(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    assert not return_large_blocks()

@@ -11,6 +11,7 @@ SRC = Path(__file__).parent.parent / "src" / "lockstep"
 LAYERS = {
     "errors": 0, "types": 0, "names": 0, "known_warnings": 0,
     "config": 1, "sections": 1, "sections_base": 1, "sections_critic": 1, "sections_environment": 1, "sections_teacher": 1,
+    "sections_train": 1,
     "yaml_text": 1, "host_memory": 1, "dist": 1, "sampling": 1, "files": 1, "signals": 1, "rendezvous": 1, "worlds": 1,
     "model": 2, "data": 2, "environments": 2, "transport": 2, "observe.metrics": 2, "observe.timing": 2, "observe.samples": 2, "rundir": 2,
     "sharding": 3, "rollout": 3,

@@ -34,12 +34,12 @@ from lockstep.sections import (
     RunConfig,
     ShardingConfig,
     SyncConfig,
-    TrainConfig,
 )
 from lockstep.sections_base import LoraSection, Section, is_section
 from lockstep.sections_critic import CriticConfig
 from lockstep.sections_environment import EnvironmentConfig
 from lockstep.sections_teacher import TeacherConfig
+from lockstep.sections_train import TrainConfig
 from lockstep.yaml_text import read_yaml, write_yaml
 
 __all__ = [

@@ -26,7 +26,7 @@ from lockstep.errors import LockstepError
 from lockstep.train.mini_batches import ByItem, MiniBatch, Planner
 from lockstep.train.objective import sequences_of
 from lockstep.train.offload import activations_on_host
-from lockstep.train.optim import Optimizer
+from lockstep.train.optim import Optimizer, clip_and_step
 from lockstep.train.value_loss import explained_variance, value_loss
 from lockstep.train.values import Valuer
 from lockstep.types import ScoredSample, Stat, TrainItem
@@ -192,12 +192,8 @@ class Critic:
         return dict(stats)
 
     def _clip_and_step(self, lr: float, *, step: int) -> float:
-        """Collective. The norm before clipping is global, so all ranks step or all raise."""
-        with record_function("train::clip and step"):
-            grad_norm = self.valuer.sharded.clip_grad_norm(self._config.max_grad_norm)
-            if math.isfinite(grad_norm):
-                self.optimizer.step(lr)
-            self.optimizer.zero_grad()
+        """Collective. All ranks step or all raise."""
+        grad_norm = clip_and_step(self.valuer.sharded, self.optimizer, max_norm=self._config.max_grad_norm, lr=lr)
         if not math.isfinite(grad_norm):
             raise LockstepError(
                 f"step {step}: the gradient norm of the critic is {grad_norm}, expected a finite number; no optimizer step was taken. "

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+from torch.profiler import record_function
 
 from lockstep.config import TrainConfig
 from lockstep.errors import ModelError
+from lockstep.sharding.base import ShardedModel
 from lockstep.train.offload import HostState, local_of
 
 
@@ -90,6 +92,17 @@ class Optimizer:
         for group in self.torch.param_groups:
             group["lr"] = lr
         (self._host or self.torch).step()
+
+
+def clip_and_step(sharded: ShardedModel, optimizer: Optimizer, *, max_norm: float, lr: float) -> float:
+    """Collective. The global L2 norm of the gradients before clipping. It is the same on every rank, so all ranks step, or, where it
+    is not finite, none does. The gradients are gone either way."""
+    with record_function("train::clip and step"):
+        grad_norm = sharded.clip_grad_norm(max_norm)
+        if math.isfinite(grad_norm):
+            optimizer.step(lr)
+        optimizer.zero_grad()
+    return grad_norm
 
 
 class MasterAdamW(torch.optim.Optimizer):

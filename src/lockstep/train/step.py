@@ -34,7 +34,7 @@ from lockstep.train.mini_batches import ByItem, MiniBatch, Planner
 from lockstep.train.mismatch import MismatchSums, mismatch_over_ranks, mismatch_sums
 from lockstep.train.objective import Objective, rollout_logprobs
 from lockstep.train.offload import activations_on_host
-from lockstep.train.optim import Optimizer
+from lockstep.train.optim import Optimizer, clip_and_step
 from lockstep.train.teacher import Teacher
 from lockstep.types import Sample, Sampling, Stat, TrainItem
 
@@ -234,13 +234,9 @@ class Actor:
     def _clip_and_step(self, lr: float, *, step: int, loss: float) -> float | None:
         """Collective. The norm before clipping is global, so all ranks step, or none: then all raise, or, over a float16 base
         where only the gradient is not finite, all go on (None)."""
-        with record_function("train::clip and step"):
-            if self.scaler is not None:
-                self.optimizer.scale_gradients(1 / self.scaler.scale)
-            grad_norm = self.sharded.clip_grad_norm(self._train.max_grad_norm)
-            if math.isfinite(grad_norm):
-                self.optimizer.step(lr)
-            self.optimizer.zero_grad()
+        if self.scaler is not None:
+            self.optimizer.scale_gradients(1 / self.scaler.scale)
+        grad_norm = clip_and_step(self.sharded, self.optimizer, max_norm=self._train.max_grad_norm, lr=lr)
         if self.scaler is not None and math.isfinite(loss):
             if not math.isfinite(grad_norm):
                 self.scaler.overflowed(step=step)
