@@ -92,7 +92,7 @@ def token_logprobs(
     result through.
     """
     lm = cast(PreTrainedModel, model)
-    head = _head_of(lm)
+    head = head_of(lm)
     head_forward = cast(Callable[[Tensor], Tensor], head.forward)
     arguments = _Scoring(batch.targets, sampling, chunk_tokens, with_entropy, entropy_gradient, teacher)
     if _changes_logits(lm):
@@ -103,7 +103,7 @@ def token_logprobs(
         scored.append(_in_chunks(head_forward, rows_ND, arguments))
         return scored[-1].logprobs
 
-    _forward_with_head(lm, head, batch, score)
+    forward_with_head(lm, head, batch, score)
     return scored[0]
 
 
@@ -113,11 +113,11 @@ def head_rows(model: nn.Module, batch: MicroBatch) -> HeadRows:
     N * D numbers, where D is the hidden size. Raises as `token_logprobs`.
     """
     lm = cast(PreTrainedModel, model)
-    head = _head_of(lm)
+    head = head_of(lm)
     if _changes_logits(lm):
         return HeadRows(_whole_logits(lm, head, batch), lambda rows: rows, None)
     forward = cast(Callable[[Tensor], Tensor], head.forward)
-    return HeadRows(_forward_with_head(lm, head, batch, lambda rows_ND: rows_ND), forward, head)
+    return HeadRows(forward_with_head(lm, head, batch, lambda rows_ND: rows_ND), forward, head)
 
 
 def probe_packing(model: nn.Module, mode: Packing, *, sampling: Sampling, pad_id: int) -> None:
@@ -164,7 +164,8 @@ def _logprobs_of(model: nn.Module, items: list[TrainItem], mode: Any, sampling: 
     return token_logprobs(model, batch.to(device), sampling=sampling).logprobs
 
 
-def _head_of(lm: PreTrainedModel) -> nn.Module:
+def head_of(lm: PreTrainedModel) -> nn.Module:
+    """Raises `ModelError` for a model without one."""
     head = lm.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(lm).__name__} has no output embedding; expected a causal language model with a head")
@@ -175,35 +176,46 @@ def _head_of(lm: PreTrainedModel) -> nn.Module:
 def _whole_logits(lm: PreTrainedModel, head: nn.Module, batch: MicroBatch) -> Tensor:
     """[N, V] in the model's dtype, as its forward changes them behind the head."""
     forward = cast(Callable[[Tensor], Tensor], head.forward)
-    with forward_replaced(head, lambda hidden_BTD: forward(select_predictors(hidden_BTD, batch))[None]):
+    with _forward_replaced(head, lambda hidden_BTD: forward(_select_predictors(hidden_BTD, batch))[None]):
         return lm(**model_inputs(lm, batch)).logits[0]
 
 
-def _forward_with_head(
-    lm: PreTrainedModel, head: nn.Module, batch: MicroBatch, instead: Callable[[Tensor], Tensor]
+def forward_with_head(
+    lm: PreTrainedModel,
+    head: nn.Module,
+    batch: MicroBatch,
+    instead: Callable[[Tensor], Tensor],
+    *,
+    may_change: bool = False,
 ) -> Tensor:
-    """The whole model's forward with `instead` in the place of its head, given the [N, D] rows that predict a completion token."""
+    """The whole model's forward with `instead` in the place of its head, given the [N, D] rows that predict a completion token; what
+    `instead` made of them. Collective where the model is sharded.
+
+    `may_change`: what the model does to it on the way out (a scaling of logits) does not matter. With a gradient it does all the
+    same: FSDP gathers the root for backward when one reaches the root's output, so that has to be what is trained on.
+    Raises `LockstepError` if the head did not run once, or its result came out changed.
+    """
     given: list[Tensor] = []
 
     def forward(hidden_BTD: Tensor) -> Tensor:
-        given.append(instead(select_predictors(hidden_BTD, batch)))
+        given.append(instead(_select_predictors(hidden_BTD, batch)))
         return given[-1]
 
-    with forward_replaced(head, forward):
-        handed_through = lm(**model_inputs(lm, batch)).logits
-    if len(given) != 1 or handed_through is not given[0]:
+    with _forward_replaced(head, forward):
+        out = lm(**model_inputs(lm, batch)).logits
+    if len(given) != 1 or (out is not given[0] and (out.requires_grad or not may_change)):
         raise LockstepError(
             f"{type(lm).__name__} ran its head {len(given)} times or changed what it returned; expected one unchanged "
             f"result. If its config scales the logits, name that field in {__name__}.CHANGES_LOGITS"
         )
-    return handed_through
+    return given[0]
 
 
 def _changes_logits(lm: PreTrainedModel) -> bool:
     return any(getattr(lm.config.get_text_config(), name, None) is not None for name in CHANGES_LOGITS)
 
 
-def select_predictors(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:
+def _select_predictors(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:
     """The N hidden states that predict a completion token.
 
     `index_select`, because its backward is deterministic on the CPU also where a prompt's last token predicts the first
@@ -215,7 +227,7 @@ def select_predictors(hidden_BTD: Tensor, batch: MicroBatch) -> Tensor:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Call `forward` instead of the module's own; an override that is already there (accelerate's) is put back."""
     before = module.__dict__.get("forward")
     module.forward = forward

@@ -8,19 +8,17 @@ Shape suffixes: N completion tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.data.packing import MicroBatch
-from lockstep.errors import LockstepError, ModelError
+from lockstep.errors import ModelError
 from lockstep.model.value_model import ValueHead
 from lockstep.sharding.base import ShardedModel
-from lockstep.train.logprobs import forward_replaced, select_predictors
-from lockstep.train.model_inputs import model_inputs
+from lockstep.train.logprobs import forward_with_head, head_of
 
 
 class Valuer(Protocol):
@@ -54,7 +52,7 @@ class ModelValuer:
             raise ModelError(
                 f"{type(model).__name__} has {len(heads)} value heads; expected one (build_empty_value_model)"
             )
-        return _forward(model, heads[0], batch, heads[0].forward)[:, 0]
+        return forward_with_head(cast(PreTrainedModel, model), heads[0], batch, heads[0].forward)[:, 0]
 
 
 class HeadValuer:
@@ -66,39 +64,13 @@ class HeadValuer:
         self.sharded = sharded
 
     def features(self, batch: MicroBatch) -> Tensor:
-        model = self._policy.module
-        head = cast(PreTrainedModel, model).get_output_embeddings()
-        if head is None:
-            raise ModelError(
-                f"{type(model).__name__} has no output embedding; expected a causal language model with a head"
-            )
+        model = cast(PreTrainedModel, self._policy.module)
         model.eval()
         with torch.no_grad():
-            return _forward(model, head, batch, lambda rows_ND: rows_ND)
+            return forward_with_head(model, head_of(model), batch, lambda rows_ND: rows_ND, may_change=True)
 
     def values(self, batch: MicroBatch, features_ND: Tensor | None) -> Tensor:
         assert features_ND is not None
-        width = cast(
-            ValueHead, self.sharded.skeleton
-        ).in_features  # what was kept of no token at all has no width of its own
+        # What was kept of no token at all has no width of its own.
+        width = cast(ValueHead, self.sharded.skeleton).in_features
         return self.sharded.module(features_ND.reshape(batch.num_tokens, width))[:, 0]
-
-
-def _forward(model: nn.Module, head: nn.Module, batch: MicroBatch, instead: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `instead` makes of the [N, D] rows that reach the head, while the whole model runs (`train.logprobs` says why).
-
-    FSDP gathers the root for backward when a gradient reaches the root's output: what has a gradient must be just that.
-    """
-    made: list[Tensor] = []
-
-    def forward(hidden_BTD: Tensor) -> Tensor:
-        made.append(instead(select_predictors(hidden_BTD, batch)))
-        return made[-1]
-
-    with forward_replaced(head, forward):
-        out = model(**model_inputs(cast(PreTrainedModel, model), batch)).logits
-    if len(made) != 1 or (out.requires_grad and out is not made[0]):
-        raise LockstepError(
-            f"{type(model).__name__} ran its head {len(made)} times or changed what it returned; expected one unchanged result"
-        )
-    return made[0]
