@@ -30,7 +30,7 @@ from lockstep.episodes import Episodes, Stage
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
-from lockstep.model.lora import dropout_of, inject_lora
+from lockstep.model.lora import Where, dropout_of, inject_lora
 from lockstep.rollout.base import Engine, Generate
 from lockstep.serving import Serving
 from lockstep.shard_model import shard_and_fill
@@ -91,10 +91,15 @@ def check_world(config: Config, world: World) -> None:
         raise ConfigError(
             "model.attention is flex_attention, and this run is on a CPU, where torch's flex_attention has no backward; use sdpa"
         )
-    if world.size > config.rollout.prompts_per_step:
+    check_size(config, world.size)
+
+
+def check_size(config: Config, num_ranks: int) -> None:
+    """Raises `ConfigError` when a rank would have no prompt."""
+    if num_ranks > config.rollout.prompts_per_step:
         raise ConfigError(
-            f"{world.size} ranks share rollout.prompts_per_step={config.rollout.prompts_per_step} prompts: every rank needs "
-            f"at least one. Use rollout.prompts_per_step={world.size} or more, or fewer ranks (--nproc)"
+            f"{num_ranks} ranks share rollout.prompts_per_step={config.rollout.prompts_per_step} prompts: every rank needs "
+            f"at least one. Use rollout.prompts_per_step={num_ranks} or more, or fewer ranks (--nproc)"
         )
 
 
@@ -249,11 +254,17 @@ def make_canary(
 
 def make_sharded(config: Config, files: ModelFiles, world: World) -> ShardedModel:
     """Collective. Empty model, LoRA, plan, shard, fill: no rank holds the whole base."""
+    return shard_and_fill(build_policy(config, files), files, config, world)
+
+
+def build_policy(config: Config, files: ModelFiles, *, device: Where = "cpu") -> Any:
+    """Not collective. The base on meta, the adapter on `device` (meta: to be planned with). Reads no weights but an adapter's."""
     empty = build_empty(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention)
     if config.train.packing != "auto":
         check_packing_supported(empty.config, config.train.packing)  # before any weights are read
-    model = inject_lora(empty, config.lora, seed=config.run.seed, files=files, reference=config.train.reference)
-    return shard_and_fill(model, files, config, world)
+    return inject_lora(
+        empty, config.lora, seed=config.run.seed, files=files, reference=config.train.reference, device=device
+    )
 
 
 def eval_rewards(config: Config) -> tuple[RewardSet, RewardSet | None]:

@@ -7,17 +7,17 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.config import Config
+from lockstep.config import Config, CriticConfig
 from lockstep.data.packing import Packing, check_packing_supported
 from lockstep.dist import World, all_or_none
 from lockstep.engines import DTYPES
 from lockstep.errors import ConfigError, ModelError
 from lockstep.model.load import ModelFiles, find_model, load_tokenizer
-from lockstep.model.lora import inject_value_lora
+from lockstep.model.lora import Where, inject_value_lora
 from lockstep.model.value_model import ValueHead, build_empty_value_model
-from lockstep.shard_model import shard_and_fill
+from lockstep.shard_model import head_sharding, shard_and_fill
 from lockstep.sharding.base import ShardedModel
-from lockstep.sharding.plan import MinParams, plan_sharding
+from lockstep.sharding.plan import plan_sharding
 from lockstep.sharding.shard import shard
 from lockstep.train.critic import Critic, critic_train
 from lockstep.train.optim import Optimizer
@@ -51,9 +51,14 @@ def build_critic(
     own = find_model(critic.path, "critic.path") if critic.path else files
     if critic.path:
         check_reads(own, files, tokenizer, path=critic.path)
-    empty = build_empty_value_model(own, dtype=DTYPES[config.model.dtype], attention=config.model.attention)
-    model = inject_value_lora(empty.model, critic.lora, head=empty.head, seed=config.run.seed)
-    return EmptyCritic(own, model, empty.new)
+    return empty_critic(config, critic, own)
+
+
+def empty_critic(config: Config, critic: CriticConfig, files: ModelFiles, *, device: Where = "cpu") -> EmptyCritic:
+    """Not collective. `files`: its own. `device` meta: the adapter without values, to be planned with."""
+    empty = build_empty_value_model(files, dtype=DTYPES[config.model.dtype], attention=config.model.attention)
+    model = inject_value_lora(empty.model, critic.lora, head=empty.head, seed=config.run.seed, device=device)
+    return EmptyCritic(files, model, empty.new)
 
 
 def check_reads(own: ModelFiles, files: ModelFiles, tokenizer: PreTrainedTokenizerBase | None, *, path: str) -> None:
@@ -95,18 +100,25 @@ def make_critic(config: Config, empty: EmptyCritic | None, policy: ShardedModel,
 
 def make_value_head(config: Config, policy: ShardedModel) -> ShardedModel:
     """Collective. A head for the policy's last hidden states; one unit."""
-    output = cast(Any, policy.skeleton).get_output_embeddings()
+    own, how = value_head_for(policy.skeleton), head_sharding(config, policy.world.size)
+    return shard(
+        own,
+        plan_sharding(own, how.policy),
+        backend=how.backend,
+        reshard_after_forward=how.reshard_after_forward,
+        mixed_dtypes=how.mixed_dtypes,
+        timeout_s=config.dist.agree_timeout_s,
+    )
+
+
+def value_head_for(policy: Any) -> ValueHead:
+    """As wide as the policy's hidden states. Raises `ModelError` for a policy without an output embedding."""
+    output = policy.get_output_embeddings()
     if output is None:
         raise ModelError(
             "critic.kind: head needs a causal language model with an output embedding; use critic.kind: model"
         )
-    own = ValueHead(getattr(output, "base_layer", output).weight.shape[1])
-    return shard(
-        own,
-        plan_sharding(own, MinParams()),
-        backend=config.sharding.backend if policy.world.size > 1 else "fsdp2",
-        timeout_s=config.dist.agree_timeout_s,
-    )
+    return ValueHead(getattr(output, "base_layer", output).weight.shape[1])
 
 
 def make_value_model(config: Config, empty: EmptyCritic, *, world: World) -> ShardedModel:

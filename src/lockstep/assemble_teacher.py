@@ -12,7 +12,8 @@ from lockstep.dist import World
 from lockstep.engines import DTYPES
 from lockstep.errors import ModelError
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
-from lockstep.model.lora import inject_frozen_lora
+from lockstep.model.lora import Where, inject_frozen_lora
+from lockstep.shard_model import frozen_sharding
 from lockstep.sharding.base import ShardedModel
 from lockstep.sharding.fill import fill
 from lockstep.sharding.plan import plan_sharding
@@ -41,17 +42,29 @@ def build_teacher(config: Config, files: ModelFiles, tokenizer: PreTrainedTokeni
     if teacher is None:
         return None
     found = find_model(teacher.path, "teacher.path")
-    rows = min(num_rows(files), num_rows(found))
-    check_same_tokens(tokenizer, load_tokenizer(found), rows=rows, path=teacher.path)
+    check_teacher(teacher, files, tokenizer, found=found, theirs=load_tokenizer(found))
     return empty_teacher(config, teacher, found)
 
 
-def empty_teacher(config: Config, teacher: TeacherConfig, files: ModelFiles) -> EmptyTeacher:
-    """Not collective. `files`: its own."""
+def check_teacher(
+    teacher: TeacherConfig,
+    files: ModelFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    found: ModelFiles,
+    theirs: PreTrainedTokenizerBase,
+) -> None:
+    """`files` and `tokenizer`: the policy's; `found` and `theirs`: its own. Raises `ModelError` as `build_teacher`."""
+    rows = min(num_rows(files), num_rows(found))
+    check_same_tokens(tokenizer, theirs, rows=rows, path=teacher.path)
+
+
+def empty_teacher(config: Config, teacher: TeacherConfig, files: ModelFiles, *, device: Where = "cpu") -> EmptyTeacher:
+    """Not collective. `files`: its own. `device` meta: the adapter without values, to be planned with."""
     dtype = DTYPES[teacher.dtype or config.model.dtype]
     model: Any = build_empty(files, dtype=dtype, attention=config.model.attention)
     if teacher.adapter:
-        model = inject_frozen_lora(model, teacher.adapter, dtype=dtype, files=files)
+        model = inject_frozen_lora(model, teacher.adapter, dtype=dtype, files=files, device=device)
     return EmptyTeacher(files, model.requires_grad_(False))
 
 
@@ -77,11 +90,13 @@ def make_teacher(
 
 def shard_teacher(config: Config, empty: EmptyTeacher, world: World) -> ShardedModel:
     """Collective. As the policy is made: sharded, then filled; no rank holds the whole. All of it is frozen."""
+    how = frozen_sharding(config, world.size)
     sharded = shard(
         empty.model,
-        plan_sharding(empty.model),
-        backend=config.sharding.backend if world.size > 1 else "fsdp2",
-        reshard_after_forward=True,  # whatever the policy does: no backward follows, so nothing else would free its units
+        plan_sharding(empty.model, how.policy),
+        backend=how.backend,
+        reshard_after_forward=how.reshard_after_forward,
+        mixed_dtypes=how.mixed_dtypes,
         timeout_s=config.dist.agree_timeout_s,
     )
     fill(sharded, empty.files, attention=config.model.attention)

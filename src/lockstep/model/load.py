@@ -47,8 +47,9 @@ class ModelFiles:
     """Checkpoint name of every stored tensor, and the safetensors file that holds it."""
 
 
-def find_model(path: str, option: str = "model.path") -> ModelFiles:
-    """Find and check a checkpoint folder. `option`: whose value the path is, for errors.
+def find_model(path: str, option: str = "model.path", *, needs_weights: bool = True) -> ModelFiles:
+    """Find and check a checkpoint folder. `option`: whose value the path is, for errors. `needs_weights`: False for planning, which
+    asks for the configuration only; `weights` is then empty.
 
     Raises `ModelError` saying what is missing and what to give instead.
     """
@@ -64,7 +65,8 @@ def find_model(path: str, option: str = "model.path") -> ModelFiles:
         raise ModelError(
             f"{option} {path!r} holds no config.json; found {_listing(folder)}. Give a folder that save_pretrained wrote"
         )
-    return ModelFiles(folder, read_config(folder, folder / "config.json"), _weight_index(folder))
+    config = read_config(folder, folder / "config.json")
+    return ModelFiles(folder, config, _weight_index(folder) if needs_weights else {})
 
 
 def find_weights(path: str | Path) -> ModelFiles:

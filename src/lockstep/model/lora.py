@@ -38,6 +38,9 @@ REFERENCE = "reference"
 _CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _INITS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
+Where = Literal["cpu", "meta"]
+"""What an adapter is made on: the CPU to be trained, meta to be planned with."""
+
 
 def inject_lora(
     model: PreTrainedModel,
@@ -46,8 +49,9 @@ def inject_lora(
     seed: int,
     files: ModelFiles | None = None,
     reference: Literal["start", "base"] = "start",
+    device: Where = "cpu",
 ) -> PeftModel:
-    """Wrap the targets with LoRA layers; the adapter is real on the CPU, fp32, equal on every rank.
+    """Wrap the targets with LoRA layers; the adapter is real on the CPU, fp32, equal on every rank. `device` meta: without values.
 
     With `lora.init_from` the adapter's values and configuration are that folder's, and a frozen copy called "reference" is
     kept: then "adapter off" is not the policy that training started from (TRL #1340, #3194). No copy with `reference="base"`.
@@ -59,27 +63,27 @@ def inject_lora(
     base_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     peft_model = _inject(model, config)
     _check_only_lora_is_new(peft_model, base_names)
-    _materialise(peft_model, ADAPTER, config, seed=seed)
+    _materialise(peft_model, ADAPTER, config, seed=seed, device=device)
     if not lora.init_from:
         return peft_model
     _load_adapter(peft_model, lora.init_from, ADAPTER, files=files)
     if reference == "start":
         with while_injecting(), torch.random.fork_rng(devices=[]):
             peft_model.add_adapter(REFERENCE, config)
-        _materialise(peft_model, REFERENCE, config, seed=seed)
+        _materialise(peft_model, REFERENCE, config, seed=seed, device=device)
         _load_adapter(peft_model, lora.init_from, REFERENCE, files=files)
         _activate(peft_model, ADAPTER)
     return peft_model
 
 
 def inject_frozen_lora(
-    model: PreTrainedModel, folder: str, *, dtype: torch.dtype, files: ModelFiles | None = None
+    model: PreTrainedModel, folder: str, *, dtype: torch.dtype, files: ModelFiles | None = None, device: Where = "cpu"
 ) -> PeftModel:
     """A PEFT folder's adapter on an empty model, for a model that is not trained: everything frozen, the adapter on the CPU in
     `dtype`. Raises `ModelError` as `inject_lora`."""
     config = _read_config(folder, "teacher.adapter")
     peft_model = _inject(model, config)
-    _materialise(peft_model, ADAPTER, config, seed=0)
+    _materialise(peft_model, ADAPTER, config, seed=0, device=device)
     _load_adapter(peft_model, folder, ADAPTER, files=files, option="teacher.adapter")
     for name, param in peft_model.named_parameters():
         param.requires_grad_(False)
@@ -88,7 +92,9 @@ def inject_frozen_lora(
     return peft_model
 
 
-def inject_value_lora(model: PreTrainedModel, lora: LoraSection, *, head: str, seed: int) -> PeftModel:
+def inject_value_lora(
+    model: PreTrainedModel, lora: LoraSection, *, head: str, seed: int, device: Where = "cpu"
+) -> PeftModel:
     """The same for a value model: LoRA below its head, which is trained whole.
 
     PEFT's own way (task type TOKEN_CLS) raises for all-linear (TypeError in 0.21), and without a task type it would put a LoRA on
@@ -111,7 +117,7 @@ def inject_value_lora(model: PreTrainedModel, lora: LoraSection, *, head: str, s
     base_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     peft_model = _inject(model, config)
     _check_only_lora_is_new(peft_model, base_names)
-    _materialise(peft_model, ADAPTER, config, seed=seed)
+    _materialise(peft_model, ADAPTER, config, seed=seed, device=device)
     getattr(model, head).requires_grad_(True)
     return peft_model
 
@@ -282,8 +288,11 @@ def _check_only_lora_is_new(model: PeftModel, base_names: set[str]) -> None:
             )
 
 
-def _materialise(model: PeftModel, adapter: str, config: LoraConfig, *, seed: int) -> None:
-    """Give the adapter's tensors real CPU values by PEFT's own initialisation: on a meta base PEFT leaves them on meta."""
+def _materialise(model: PeftModel, adapter: str, config: LoraConfig, *, seed: int, device: Where = "cpu") -> None:
+    """Give the adapter's tensors real CPU values by PEFT's own initialisation: on a meta base PEFT leaves them on meta.
+
+    `device` meta: the same checks and dtypes, no values.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, layer in lora_layers(model, adapter):
@@ -298,16 +307,18 @@ def _materialise(model: PeftModel, adapter: str, config: LoraConfig, *, seed: in
                 )
             for container in (getattr(layer, key) for key in _CONTAINERS):
                 if adapter in container:
-                    _to_cpu(container, adapter)
-            layer.reset_lora_parameters(adapter, config.init_lora_weights)
+                    _move(container, adapter, device)
+            if device == "cpu":
+                layer.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
-def _to_cpu(container: nn.Module, adapter: str) -> None:
+def _move(container: nn.Module, adapter: str, device: Where) -> None:
     entry = container[adapter]  # type: ignore[index]
     if isinstance(entry, nn.Module):
-        entry.to_empty(device="cpu").float()
+        entry.to_empty(device=device).float()
     else:
-        container[adapter] = nn.Parameter(torch.empty(entry.shape), requires_grad=entry.requires_grad)  # type: ignore[index]
+        made = torch.empty(entry.shape, device=device)
+        container[adapter] = nn.Parameter(made, requires_grad=entry.requires_grad)  # type: ignore[index]
 
 
 def _read_config(folder: str, option: str = "lora.init_from") -> LoraConfig:
@@ -357,7 +368,8 @@ def _load_adapter(
             f"{option} {folder!r} does not fit the model: {other!r} is {list(tensors[other].shape)} there, and here it has to be "
             f"{list(expected[other])}; give an adapter that was trained on this base"
         )
-    set_peft_model_state_dict(model, tensors, adapter_name=adapter)
+    if not any(param.is_meta for name, param in model.named_parameters() if is_adapter_name(name)):
+        set_peft_model_state_dict(model, tensors, adapter_name=adapter)
 
 
 def _check_base_copies(

@@ -94,13 +94,13 @@ def token_logprobs(
     lm = cast(PreTrainedModel, model)
     head = head_of(lm)
     head_forward = cast(Callable[[Tensor], Tensor], head.forward)
-    arguments = _Scoring(batch.targets, sampling, chunk_tokens, with_entropy, entropy_gradient, teacher)
+    arguments = Scoring(batch.targets, sampling, chunk_tokens, with_entropy, entropy_gradient, teacher)
     if _changes_logits(lm):
-        return _in_chunks(lambda rows: rows, _whole_logits(lm, head, batch), arguments)
+        return score_rows(lambda rows: rows, _whole_logits(lm, head, batch), arguments)
     scored: list[TokenLogprobs] = []
 
     def score(rows_ND: Tensor) -> Tensor:
-        scored.append(_in_chunks(head_forward, rows_ND, arguments))
+        scored.append(score_rows(head_forward, rows_ND, arguments))
         return scored[-1].logprobs
 
     forward_with_head(lm, head, batch, score)
@@ -241,7 +241,9 @@ def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) ->
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Scoring:
+class Scoring:
+    """What becomes of rows of logits; see `token_logprobs`."""
+
     targets: Tensor
     sampling: Sampling
     chunk_tokens: int
@@ -250,7 +252,7 @@ class _Scoring:
     teacher: Answer | None
 
 
-def _in_chunks(head: Callable[[Tensor], Tensor], rows: Tensor, scoring: _Scoring) -> TokenLogprobs:
+def score_rows(head: Callable[[Tensor], Tensor], rows: Tensor, scoring: Scoring) -> TokenLogprobs:
     """Score rows, at most `chunk_tokens` at a time. No rows still make one (empty) chunk, so that backward has a path."""
     size = scoring.chunk_tokens
     starts = range(0, max(rows.shape[0], 1), size)
@@ -269,7 +271,7 @@ def _in_chunks(head: Callable[[Tensor], Tensor], rows: Tensor, scoring: _Scoring
 
 
 def _score(
-    head: Callable[[Tensor], Tensor], rows: Tensor, chunk: slice, scoring: _Scoring
+    head: Callable[[Tensor], Tensor], rows: Tensor, chunk: slice, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """[n] each: log-probabilities, entropies, and the fields of `Taught`."""
     targets = scoring.targets[chunk]
@@ -282,7 +284,7 @@ def _score(
     return chosen, entropy, taught.logprobs, taught.divergence, taught.mass
 
 
-def _distributions(logits_nV: Tensor, targets: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
+def _distributions(logits_nV: Tensor, targets: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Log-probabilities that are sampled from, and those that a teacher is compared with: without top-k and top-p."""
     sampling = scoring.sampling
     sampled = sampling_logprobs(logits_nV, sampling, keep_B=targets)
@@ -291,7 +293,7 @@ def _distributions(logits_nV: Tensor, targets: Tensor, scoring: _Scoring) -> tup
     return sampled, sampling_logprobs(logits_nV, replace(sampling, top_k=0, top_p=1.0))
 
 
-def _entropy(logprobs_nV: Tensor, scoring: _Scoring) -> Tensor:
+def _entropy(logprobs_nV: Tensor, scoring: Scoring) -> Tensor:
     with torch.set_grad_enabled(scoring.entropy_gradient and torch.is_grad_enabled()):
         # A token that sampling excludes has logprob -inf and adds 0, and no gradient: 0 * -inf would be NaN, 0 * lowest is 0.
         finite = logprobs_nV.clamp_min(torch.finfo(torch.float32).min)

@@ -18,6 +18,8 @@ from torch.profiler import record_function
 
 CHUNK_BYTES = 64 * 2**20
 """State that is on the device at once, twice: while one chunk is stepped, the next arrives."""
+COUNTERS = frozenset({"step"})
+"""State that is a number and no tensor of the parameter's elements: torch keeps it on the CPU itself."""
 SMALL_BYTES = 64 * 2**10
 """A saved tensor below this stays: copying it costs more than it frees."""
 
@@ -55,16 +57,8 @@ class HostState:
 
     def _chunks(self) -> list[dict[nn.Parameter, None]]:
         """Parameters in order, with about `chunk_bytes` of fp32 moments each; at least one chunk."""
-        chunks: list[dict[nn.Parameter, None]] = [{}]
-        filled = 0
-        for param in self._params:
-            size = 2 * 4 * local_of(param).numel()
-            if filled and filled + size > self._chunk_bytes:
-                chunks.append({})
-                filled = 0
-            chunks[-1][param] = None
-            filled += size
-        return chunks
+        places = chunks_of([local_of(param).numel() for param in self._params], self._chunk_bytes)
+        return [dict.fromkeys(self._params[place] for place in chunk) for chunk in places]
 
     def _fetch(self, chunk: dict[nn.Parameter, None]) -> list[Tensor]:
         """Begin to bring a chunk's state to its device; what is on its way."""
@@ -103,9 +97,23 @@ class HostState:
                     self._optimizer.state[param][name] = kept
 
     def _slots(self, param: nn.Parameter) -> list[tuple[str, Tensor]]:
-        """State that has the parameter's elements; torch keeps the step counter, a number, on the CPU itself."""
+        """State that has the parameter's elements."""
         state: dict[str, Tensor] = self._optimizer.state.get(param, {})
-        return [(name, slot) for name, slot in state.items() if name != "step"]
+        return [(name, slot) for name, slot in state.items() if name not in COUNTERS]
+
+
+def chunks_of(numels: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[list[int]]:
+    """Places of parameters of so many elements on this rank, in order, cut into chunks. Pure; see `HostState`."""
+    chunks: list[list[int]] = [[]]
+    filled = 0
+    for place, numel in enumerate(numels):
+        size = 2 * 4 * numel
+        if filled and filled + size > chunk_bytes:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(place)
+        filled += size
+    return chunks
 
 
 @contextmanager

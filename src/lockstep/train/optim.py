@@ -8,7 +8,8 @@ The parameters may be DTensors: every operation is elementwise, so each rank ste
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.profiler import record_function
 from lockstep.config import TrainConfig
 from lockstep.errors import ModelError
 from lockstep.sharding.base import ShardedModel
-from lockstep.train.offload import HostState, local_of
+from lockstep.train.offload import COUNTERS, HostState, local_of
 
 
 def lr_at(step: int, train: TrainConfig, num_steps: int) -> float:
@@ -103,6 +104,31 @@ def clip_and_step(sharded: ShardedModel, optimizer: Optimizer, *, max_norm: floa
             optimizer.step(lr)
         optimizer.zero_grad()
     return grad_norm
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What an `Optimizer` keeps between steps."""
+
+    per_element: int
+    """For each element of a rank's part: moments, fp32 copies. In host memory with `train.offload_optimizer`."""
+    per_parameter: int
+    """For each parameter: counters, always on the CPU."""
+
+
+def state_bytes(dtypes: Collection[torch.dtype], *, train: TrainConfig) -> dict[torch.dtype, StateBytes]:
+    """By dtype of a parameter, when those of all trained parameters are `dtypes`. Found by stepping such an optimizer, of one element
+    each. Not collective. Raises `ModelError` as `Optimizer`."""
+    params = {dtype: nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes}
+    train = train.model_copy(update={"offload_optimizer": False})  # that moves state, and changes none
+    optimizer = Optimizer([(str(dtype), param) for dtype, param in params.items()], train=train, num_steps=1)
+    optimizer.step(train.lr)
+    out = {}
+    for dtype, param in params.items():
+        slots = optimizer.torch.state[param].items()
+        counters = sum(slot.nbytes for name, slot in slots if name in COUNTERS)
+        out[dtype] = StateBytes(sum(slot.nbytes for _, slot in slots) - counters, counters)
+    return out
 
 
 class MasterAdamW(torch.optim.Optimizer):
