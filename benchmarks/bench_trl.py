@@ -4,10 +4,10 @@ Same model (SmolLM2-135M in fp32), task, prompts, rewards, LoRA, samples per ste
 The two take turns, a seed after the other, each in a process of its own. Seconds are CPU seconds of whole steps (sampling, rewards,
 update; in lockstep also the export to its engine and the canary), so that other work on the machine counts less; without start-up: a
 run of one step is taken off. Memory is the most that the process had resident, as the kernel counts it, Python and libraries
-included. A forward pass takes about as many tokens in both: `--trl-batch` samples of some 57 tokens, `--tokens` here.
+included. A forward pass takes the same samples in both, `--batch` of them; `--tokens` gives lockstep's passes another size.
 
     make bench-trl                                                 # in the environment that has TRL
-    python benchmarks/bench_trl.py --seeds 0 1 2 --steps 8 --trl-batch 32
+    python benchmarks/bench_trl.py --seeds 0 1 2 --steps 8 --batch 32
 """
 
 from __future__ import annotations
@@ -69,14 +69,23 @@ def main() -> None:
     args = parse_args()
     config = load_config(RECIPE)
     if args.trl_out:
-        rewards = train_with_trl(config, seed=args.seeds[0], steps=args.steps, batch=args.trl_batch[0])
+        rewards = train_with_trl(config, seed=args.seeds[0], steps=args.steps, batch=args.batch)
         args.trl_out.write_text(json.dumps(rewards))
         return
+    tokens = args.tokens or tokens_of(args.batch, config)
+    print(f"a forward pass: {args.batch} samples in TRL, at most {tokens} tokens in lockstep", flush=True)
     done = []
     for seed in args.seeds:
-        done.append(lockstep_run(seed, args.steps, args.tokens))
-        done += [trl_run(seed, args.steps, batch) for batch in args.trl_batch]
+        done += [trl_run(seed, args.steps, args.batch), lockstep_run(seed, args.steps, tokens)]
     show(done, per_step=config.rollout.prompts_per_step * config.rollout.group_size)
+
+
+def tokens_of(samples: int, config: Config) -> int:
+    """Room for so many samples and no further group: a group's prompt is there once, and every completion of full length."""
+    rollout = config.rollout
+    groups = samples // rollout.group_size
+    assert groups * rollout.group_size == samples, f"{samples} samples are no whole groups of {rollout.group_size}"
+    return groups * (config.data.prompt.max_tokens + rollout.group_size * rollout.max_new_tokens)
 
 
 def lockstep_run(seed: int, steps: int, tokens: int) -> Measured:
@@ -97,11 +106,11 @@ def lockstep_run(seed: int, steps: int, tokens: int) -> Measured:
 def trl_run(seed: int, steps: int, batch: int) -> Measured:
     def train(num_steps: int, folder: str) -> tuple[list[float], float, float]:
         out = Path(folder) / "rewards.json"
-        how = ["--seeds", str(seed), "--steps", str(num_steps), "--trl-batch", str(batch)]
+        how = ["--seeds", str(seed), "--steps", str(num_steps), "--batch", str(batch)]
         cpu, peak = measured([sys.executable, __file__, *how, "--trl-out", str(out)])
         return json.loads(out.read_text()), cpu, peak
 
-    return _beyond_the_first(f"TRL, {batch} at a time", seed, steps, train)
+    return _beyond_the_first("TRL", seed, steps, train)
 
 
 def _beyond_the_first(
@@ -246,10 +255,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=32, help="samples of one forward pass")
     parser.add_argument(
-        "--trl-batch", nargs="+", type=int, default=[32], help="samples that TRL takes at a time; several are tried"
+        "--tokens", type=int, help="lockstep's train.micro_batch_tokens, if not those of --batch samples"
     )
-    parser.add_argument("--tokens", type=int, default=2048, help="lockstep's train.micro_batch_tokens")
     parser.add_argument("--trl-out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
