@@ -171,6 +171,32 @@ def test_only_group_comparisons_make_a_flat_group_silent():
     assert not any(uses_groups(algorithm) for algorithm in BATCH_ALGORITHMS)
 
 
-def test_lengths_are_one_per_sample():
-    with pytest.raises(ValueError, match="expected one weight per sample; 2 samples and 1 came"):
-        advantages([1, 2], [0, 0], algorithm="reinforce_pp", lengths=[3])
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp"])
+def test_lengths_are_one_per_sample(algorithm):
+    with pytest.raises(ValueError, match="expected one length per sample; 2 samples and 1 came"):
+        advantages([1, 2], [0, 0], algorithm=algorithm, lengths=[3])
+    with pytest.raises(ValueError, match="expected no length below 0"):
+        advantages([1, 2], [0, 0], algorithm=algorithm, lengths=[3, -1])
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
+def test_an_eps_that_is_no_floor_is_refused(eps):
+    with pytest.raises(ValueError, match="expected eps of at least 0"):
+        advantages([1, 2], [0, 0], algorithm="grpo", eps=eps)
+
+
+def test_groups_of_a_tensor_are_found_by_their_value():
+    """B88: 0-d tensors are keys by identity, and every sample would be a group of its own."""
+    rewards, groups, lengths = torch.tensor([0.0, 1.0, 2.0, 5.0, 7.0]), torch.tensor([4, 4, 4, 9, 9]), torch.ones(5)
+    for algorithm in (*ALGORITHMS, *BATCH_ALGORITHMS):
+        lists = advantages(rewards.tolist(), groups.tolist(), algorithm=algorithm, lengths=[1] * 5)
+        assert advantages(rewards, groups, algorithm=algorithm, lengths=lengths) == lists
+        assert advantages(list(rewards), list(groups), algorithm=algorithm) == lists
+    assert zero_std_groups(torch.ones(3), torch.tensor([1, 1, 2])) == {1, 2}
+
+
+@pytest.mark.parametrize("unit", [1e-200, 1.0, 1e200])
+def test_squares_neither_vanish_nor_overflow(unit):
+    assert advantages([unit, 2 * unit], [0, 0], algorithm="grpo", eps=0) == pytest.approx(
+        [-math.sqrt(0.5), math.sqrt(0.5)]
+    )

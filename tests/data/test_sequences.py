@@ -43,6 +43,14 @@ def test_no_tokens_at_all_keep_a_path_for_backward():
         assert sequences.minima(values).tolist() == [INF] * len(lengths)
 
 
+@pytest.mark.parametrize("call", ["sums", "means", "minima", "clean", "grid"])
+@pytest.mark.parametrize("shape", [(1,), (5, 1), (1, 5), (4,), ()])
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_values_are_one_per_token(call, shape, mask):
+    with pytest.raises(ValueError, match=r"expected one value per token, \[5\]"):
+        getattr(Sequences.of([3, 2], mask=mask), call)(torch.zeros(shape))
+
+
 @pytest.mark.parametrize("mask", [torch.ones(4, dtype=torch.bool), torch.ones(5)])
 def test_the_mask_is_one_bool_per_token(mask):
     with pytest.raises(ValueError, match=r"expected a bool mask of \[5\]"):

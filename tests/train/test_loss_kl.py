@@ -91,6 +91,20 @@ def test_equal_policies_have_no_kl_and_extremes_are_finite(kind):
     assert torch.isfinite(p.grad).all()
 
 
+@pytest.mark.parametrize(("kind", "slope"), [("k1", 30.0), ("k2", 29.0), ("k3", 1.0), ("k3_k2", 29.0)])
+def test_a_policy_that_went_far_is_still_pulled_back(kind, slope):
+    """At p/q = e^29: k1 has x + 1, k2 x, k3 1 - e^-x. A clamp of the log-ratio would leave 0 of the last three."""
+    p = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    kl_loss(kind, p, torch.tensor([-30.0]), old_logprobs=p).sum().backward()
+    assert p.grad.item() == pytest.approx(slope)
+    assert kl_reward("k1", p, torch.tensor([-30.0]), coef=0.1).item() == pytest.approx(-2.9)
+
+
+def test_bf16_is_computed_with_in_fp32():
+    p, q = (torch.tensor([value], dtype=torch.bfloat16) for value in (-1.0, -1.046875))
+    assert k3(p, q).item() == pytest.approx(0.0010817, rel=1e-3)  # bf16: 0.00098
+
+
 def test_an_unknown_kind_is_refused():
     p = torch.zeros(1)
     with pytest.raises(ValueError, match=r"k3_k2 or k3_weighted; 'k3\+' came"):

@@ -48,6 +48,18 @@ def test_masked_places_change_nothing():  # B92
     assert all(math.isfinite(stat.total) for stat in sums.stats.values())
 
 
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_at_the_bound_itself_the_gradient_is_whole(clip):
+    values = torch.tensor([clip, -clip], requires_grad=True)
+    value_loss(values, torch.zeros(2), torch.tensor([2.0, -2.0]), Sequences.of([2]), clip=clip).loss_sum.backward()
+    assert values.grad.tolist() == [clip - 2, 2 - clip]
+
+
+def test_a_heads_column_is_refused():  # [3, 1] against [3] would be nine errors
+    with pytest.raises(ValueError, match=r"expected one value per token, \[3\]; \[3, 1\] came"):
+        value_loss(VALUES[:, None], OLD, RETURNS, Sequences.of([3]), clip=None)
+
+
 def test_explained_variance():
     sequences = Sequences.of([3])
 

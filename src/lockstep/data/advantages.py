@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
+from torch import Tensor
+
 Algorithm = Literal[
     "grpo", "grpo_batch_std", "dr_grpo", "rloo", "rloo_std", "reinforce_pp", "reinforce_pp_baseline", "distill"
 ]  # fmt: skip
@@ -23,12 +25,12 @@ WHITEN_EPS = 1e-8
 
 
 def advantages(
-    rewards: Sequence[float],
-    groups: Sequence[int],
+    rewards: Sequence[float] | Tensor,
+    groups: Sequence[int] | Tensor,
     *,
     algorithm: Algorithm,
     eps: float = 1e-6,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | Tensor | None = None,
 ) -> list[float]:
     """One advantage per reward, in the same order. `groups[i]` is the id of sample i's group; groups may be ragged.
 
@@ -42,10 +44,15 @@ def advantages(
     tokens of the batch, with no group (arXiv 2501.03262) · reinforce_pp_baseline: r - group mean, then so normalised ·
     distill: 0, since the loss has a teacher to learn from, and rewards are only watched.
 
-    Raises `ValueError` for a reward that is not finite (named by its place and group), and for lists that do not match.
+    Raises `ValueError` for a reward that is not finite (named by its place and group), for lists that do not match, and for an
+    `eps` or a length below 0.
     """
     members = _members(rewards, groups)
     values = [float(reward) for reward in rewards]
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"expected eps of at least 0, finite; {eps} came")
+    if lengths is not None:
+        _check_weights(len(values), lengths, "length")
     match algorithm:
         case "grpo":
             return _by_group(values, members, lambda own: _over_std(_centred(own), eps))
@@ -67,7 +74,7 @@ def advantages(
     raise ValueError(f"expected an algorithm of {', '.join(get_args(Algorithm))}; {algorithm!r} came")
 
 
-def zero_std_groups(rewards: Sequence[float], groups: Sequence[int]) -> set[int]:
+def zero_std_groups(rewards: Sequence[float] | Tensor, groups: Sequence[int] | Tensor) -> set[int]:
     """Ids of the groups whose rewards are all equal, groups of one included: where samples are only compared with their
     group, these carry no gradient (`uses_groups`)."""
     members = _members(rewards, groups)
@@ -81,13 +88,13 @@ def uses_groups(algorithm: Algorithm) -> bool:
     return algorithm not in ("reinforce_pp", "reinforce_pp_baseline", "distill")
 
 
-def whiten(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
+def whiten(values: Sequence[float], weights: Sequence[float] | Tensor | None = None) -> list[float]:
     """(value - mean) / sqrt(var + 1e-8) with weighted mean and unbiased variance; all 0 if the weighted values are equal.
 
     A value of weight 0 takes no part in the statistics and comes back 0. Weights are tokens: n of them count n times.
     """
     weights = [1.0] * len(values) if weights is None else [float(weight) for weight in weights]
-    _check_lengths(len(values), weights, "weight")
+    _check_weights(len(values), weights, "weight")
     used = {value for value, weight in zip(values, weights, strict=True) if weight > 0}
     total = math.fsum(weights)
     if len(used) < 2:
@@ -98,11 +105,13 @@ def whiten(values: Sequence[float], weights: Sequence[float] | None = None) -> l
     return [(value - mean) * scale if weight > 0 else 0.0 for value, weight in zip(values, weights, strict=True)]
 
 
-def _members(rewards: Sequence[float], groups: Sequence[int]) -> dict[int, list[int]]:
+def _members(rewards: Sequence[float] | Tensor, groups: Sequence[int] | Tensor) -> dict[int, list[int]]:
     if len(rewards) != len(groups):
         raise ValueError(f"expected one group id per reward; {len(rewards)} rewards and {len(groups)} ids came")
+    # A tensor's elements are keys by identity: each would be a group of its own, and every advantage 0.
+    ids = [int(group) if isinstance(group, Tensor) else group for group in groups]
     members: dict[int, list[int]] = defaultdict(list)
-    for index, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+    for index, (reward, group) in enumerate(zip(rewards, ids, strict=True)):
         if not math.isfinite(reward):
             raise ValueError(
                 f"sample {index} of group {group}: expected a finite reward, {reward} came; it would make every "
@@ -112,9 +121,11 @@ def _members(rewards: Sequence[float], groups: Sequence[int]) -> dict[int, list[
     return members
 
 
-def _check_lengths(num: int, weights: Sequence[float], what: str) -> None:
+def _check_weights(num: int, weights: Sequence[float] | Tensor, what: str) -> None:
     if len(weights) != num:
         raise ValueError(f"expected one {what} per sample; {num} samples and {len(weights)} came")
+    if not all(weight >= 0 for weight in weights):
+        raise ValueError(f"expected no {what} below 0; {list(weights)} came")
 
 
 def _by_group(
@@ -140,12 +151,18 @@ def _std(values: list[float]) -> float:
     """Unbiased; 0 for equal values or a single one. Deviations first, then squares: no cancellation."""
     if len(set(values)) < 2:
         return 0.0
-    return math.sqrt(math.fsum(value * value for value in _centred(values)) / (len(values) - 1))
+    return _spread_of(_centred(values))
 
 
 def _over_std(centred: list[float], eps: float) -> list[float]:
-    std = math.sqrt(math.fsum(value * value for value in centred) / (len(centred) - 1))
+    std = _spread_of(centred)
     return [value / (std + eps) for value in centred]
+
+
+def _spread_of(centred: list[float]) -> float:
+    """Unbiased std of values with mean 0. In units of a power of two, which rounds nothing, so that no square is 0 or inf."""
+    unit = 2.0 ** (math.frexp(max(map(abs, centred)))[1] - 1)
+    return unit * math.sqrt(math.fsum((value / unit) ** 2 for value in centred) / (len(centred) - 1))
 
 
 def _leave_one_out(values: list[float]) -> list[float]:

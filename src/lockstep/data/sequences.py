@@ -57,8 +57,10 @@ class Sequences:
     def clean(self, values_N: Tensor, fill: float = 0.0) -> Tensor:
         """`fill` in masked places, whatever stands there; neither its value nor a gradient gets through.
 
-        To be called before any arithmetic: 0 * inf is NaN, and so is the gradient of a NaN that is dropped later.
+        To be called before any arithmetic: 0 * inf is NaN, and so is the gradient of a NaN that is dropped later. Raises
+        `ValueError` for what is not [N]: a head's [N, 1] against an [N] would broadcast to [N, N], without a word.
         """
+        self._check(values_N)
         return values_N if self.mask is None else torch.where(self.mask, values_N, fill)
 
     def sums(self, values_N: Tensor) -> Tensor:
@@ -87,5 +89,10 @@ class Sequences:
 
     def grid(self, values_N: Tensor, fill: float = 0.0) -> Tensor:
         """[S, T]. No place is written twice, so the order of writing does not matter."""
+        self._check(values_N)
         empty = values_N.new_full((self.num, self.longest), fill)
         return empty.index_put((self.ids, self.columns), values_N)
+
+    def _check(self, values_N: Tensor) -> None:
+        if values_N.shape != self.ids.shape:
+            raise ValueError(f"expected one value per token, {list(self.ids.shape)}; {list(values_N.shape)} came")

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.train.ratios import clamped, reweighted, straight_through
+from lockstep.train.ratios import FAR, LOG_RATIO_LIMIT, log_ratio, reweighted, straight_through
 
 KLKind = Literal["k1", "k2", "k3", "k3_k2", "k3_weighted"]
 """As a loss. k1: weighted, so value and gradient are KL(p || q)'s · k2: right gradient, value for small KL only · k3: the
@@ -26,27 +26,31 @@ field's usual one (its gradient is KL(q || p)'s) · k3_k2: k3's value with k2's 
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """log p - log q, clamped."""
-    return clamped(logprobs - other)
+    """log p - log q; finite also where one of them is 0."""
+    return log_ratio(logprobs, other).clamp(-FAR, FAR)
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
     """(log p - log q)^2 / 2."""
-    return 0.5 * clamped(logprobs - other).square()
+    return 0.5 * k1(logprobs, other).square()
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """KL(p || q) per token sampled from p: q/p - log(q/p) - 1, with p `logprobs`, q `other`. Never < 0."""
-    log_ratio = clamped(other - logprobs)
-    return torch.expm1(log_ratio) - log_ratio
+    """KL(p || q) per token sampled from p: q/p - log(q/p) - 1, with p `logprobs`, q `other`. Never < 0.
+
+    Constant where q/p is above e^20. Not where p/q is: a token that the reference all but excludes is what a KL is there for.
+    """
+    log_q_p = log_ratio(other, logprobs).clamp(-FAR, LOG_RATIO_LIMIT)
+    return torch.expm1(log_q_p) - log_q_p
 
 
 def kl_loss(kind: KLKind, logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor) -> Tensor:
     """[N] KL to the reference, to be summed into the loss; differentiable in `logprobs`.
 
     `old_logprobs` [N] are those of the policy that drew the tokens (`logprobs.detach()` with one update per rollout): the
-    weighted kinds need them.
+    weighted kinds need them. Neither they nor the reference's get a gradient.
     """
+    ref_logprobs = ref_logprobs.detach()
     match kind:
         case "k1":
             return reweighted(k1(logprobs, ref_logprobs), logprobs, old_logprobs)

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.data.sequences import Sequences
 from lockstep.train.corrections import Weights
 from lockstep.train.kl import KLKind, k3, kl_loss
-from lockstep.train.ratios import LOG_RATIO_LIMIT, clamped, straight_through
+from lockstep.train.ratios import LOG_RATIO_LIMIT, clamped, in_full, straight_through
 from lockstep.types import Stat
 
 __all__ = [
@@ -95,8 +95,8 @@ class KLTerm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenInputs:
-    """What is known of a micro-batch's tokens: [N], one float dtype. Only `logprobs`, `entropy` and `divergence` may carry
-    gradients."""
+    """What is known of a micro-batch's tokens: [N] each. Gradients reach `logprobs`, `entropy` and `divergence` alone; bf16
+    and fp16 are computed with in fp32."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -147,7 +147,7 @@ def actor_loss(
     value whatever the kind, so that runs compare), where a reference is given; entropy, where given; distill/kl, where a
     divergence is; the correction's.
 
-    Raises `ValueError` if a coefficient is not 0 and its tensor is missing, or the entropy has no gradient.
+    Raises `ValueError` if a coefficient is not 0 and its tensor is missing, the entropy has no gradient, or a tensor is not [N].
     """
     tokens = _clean(tokens)
     _check_terms(tokens, kl, entropy_coef)
@@ -274,17 +274,20 @@ def token_stats(values: Mapping[str, Tensor], sequences: Sequences | None = None
 
 
 def _clean(tokens: TokenInputs) -> TokenInputs:
-    clean = tokens.sequences.clean
+    """A ratio whose old log-probabilities move with the current ones would have no gradient at all: these are detached here."""
+
+    def clean(tensor: Tensor) -> Tensor:
+        return tokens.sequences.clean(in_full(tensor))
 
     def optional(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else clean(tensor)
 
     return TokenInputs(
         clean(tokens.logprobs),
-        clean(tokens.old_logprobs),
-        clean(tokens.advantages),
+        clean(tokens.old_logprobs.detach()),
+        clean(tokens.advantages.detach()),
         tokens.sequences,
-        optional(tokens.ref_logprobs),
+        optional(None if tokens.ref_logprobs is None else tokens.ref_logprobs.detach()),
         optional(tokens.entropy),
         tokens.weights,
         optional(tokens.divergence),

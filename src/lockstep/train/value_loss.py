@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lockstep.data.sequences import Sequences
 from lockstep.train.losses import Aggregation, LossSums, aggregate, token_stats
+from lockstep.train.ratios import in_full
 from lockstep.types import Stat
 
 
@@ -21,16 +22,18 @@ def value_loss(
 ) -> LossSums:
     """1/2 max((v - R)^2, (clip(v, v_old +- clip) - R)^2) per token, summed (arXiv 1707.06347's code; 2005.12729). [N] each.
 
-    `clip` None: plain squared error. Values are never divided by the sampling temperature. Masked tokens are left out.
+    `clip` None: plain squared error. Values are never divided by the sampling temperature. Masked tokens are left out. Raises
+    `ValueError` for a tensor that is not [N], such as the [N, 1] of a head.
     Stats: value_loss, value, value_clip (share whose gradient the clip stops), and what `explained_variance` needs.
     """
     values, old_values, returns = (
-        sequences.clean(tensor) for tensor in (values, old_values.detach(), returns.detach())
+        sequences.clean(in_full(tensor)) for tensor in (values, old_values.detach(), returns.detach())
     )
     loss = (values - returns).square()
     clipped = torch.zeros_like(loss, dtype=torch.bool)
     if clip is not None:
-        near = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
+        # Not by minimum and maximum, which at the bound itself hand half the gradient to a constant.
+        near = values.clamp(old_values - clip, old_values + clip)
         other = (near - returns).square()
         clipped = other > loss
         loss = torch.maximum(loss, other)
