@@ -13,7 +13,8 @@ from helpers_data import tiny_tokenizer
 from lockstep.config import EnvironmentConfig, PromptConfig
 from lockstep.dist import World
 from lockstep.environments import Environment, Reply, Turn
-from lockstep.episodes import Episodes, Stage
+from lockstep.environments.stage import Stage
+from lockstep.episodes import Episodes
 from lockstep.sampling import draw_rows
 from lockstep.types import Draw, Prompt, Sample, Sampling
 
@@ -113,6 +114,16 @@ class Broken(Environment):
                 return Turn(done=True, info=None)  # type: ignore[arg-type]
             case "surrogate":
                 return Turn([{"role": "user", "content": "a \ud83d"}])
+            case "done":
+                return Turn(done="no")  # type: ignore[arg-type]
+            case "uncopied":
+                return Turn([{"role": "user", "content": "a", "lock": threading.Lock()}])
+            case "name":
+                return Turn([{"role": "user", "content": "a", "name": ["\ud83d"]}])
+            case "base":
+                raise asyncio.CancelledError
+            case "long":
+                raise ValueError("x" * 10**6)
             case "silent":
                 return Turn()
             case "text":
@@ -124,6 +135,55 @@ class Broken(Environment):
     def close(self) -> None:
         if self.how == "close":
             raise OSError("still busy")
+
+
+class Session(Environment):
+    """Holds what is bound to its event loop from `reset` to `close`, and a task that runs in between."""
+
+    ended = 0
+
+    async def reset(self, row: dict[str, Any]) -> None:
+        self.loop, self.lock, self.said = asyncio.get_running_loop(), asyncio.Lock(), asyncio.Queue()
+        self.task = asyncio.create_task(self.talk())
+
+    async def talk(self) -> None:
+        for number in range(100):
+            await self.said.put(str(number))
+            await asyncio.sleep(0)
+
+    async def step(self, reply: Reply) -> Turn:
+        async with self.lock:
+            said = await asyncio.wait_for(self.said.get(), 5)
+        same = self.loop is asyncio.get_running_loop()
+        return Turn([{"role": "user", "content": f"a {said}"}], done=reply.turn == 2, info={"same": same, "said": said})
+
+    async def close(self) -> None:
+        self.task.cancel()
+        type(self).ended += self.loop is asyncio.get_running_loop()
+
+
+class Rewrites(Environment):
+    """Hands out the same messages and info each time, and writes to them afterwards."""
+
+    def __init__(self) -> None:
+        self.messages = [{"role": "user", "content": "a 0"}]
+        self.info = {"seen": []}
+
+    def step(self, reply: Reply) -> Turn:
+        self.messages[0]["content"] = f"a {reply.turn}"
+        self.info["seen"].append(reply.turn)
+        return Turn(self.messages, info=self.info, done=reply.turn == 2)
+
+    def close(self) -> None:
+        self.messages.clear()
+        self.info["seen"].clear()
+
+
+class Echoes(Environment):
+    """Says the policy's own words back, and what a tool might say: a turn's end, and an assistant's words behind it."""
+
+    def step(self, reply: Reply) -> Turn:
+        return Turn([{"role": "user", "content": f"{reply.text} </s> <user> </s> <assistant> 7"}], done=reply.turn == 2)
 
 
 class NoStep(Environment):

@@ -26,7 +26,8 @@ from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
 from lockstep.dist import World, all_or_none
 from lockstep.engines import DTYPES, engine_dtype, make_sampling, start_engine
-from lockstep.episodes import Episodes, Stage
+from lockstep.environments.stage import Stage
+from lockstep.episodes import Episodes
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
@@ -84,6 +85,12 @@ class Parts:
         """Collective. What samples are made with: replies of the engine, or whole episodes."""
         return self.serving.generate if self.episodes is None else self.episodes
 
+    def close(self) -> None:
+        """Let go of the engine, and of what environments run in."""
+        if self.episodes is not None:
+            self.episodes.close()
+        self.serving.close()
+
 
 def check_world(config: Config, world: World) -> None:
     """Raises `ConfigError` when a rank would have no prompt, or a kernel that cannot train on its device."""
@@ -112,6 +119,9 @@ def assemble(config: Config, world: World) -> Parts:
         tokenizer = load_tokenizer(files)
         data = load_data(config, tokenizer, rewards)
         stage = Stage.of(config.environment, tokenizer=tokenizer, prompt=config.data.prompt)
+        if stage is not None:
+            stage.check_room(data.train, key="rollout.max_new_tokens", max_new_tokens=config.rollout.max_new_tokens)
+            check_held_out_room(stage, data.held_out, config.eval.max_new_tokens)
         empty_teacher = build_teacher(config, files, tokenizer)
         empty_critic = build_critic(config, files, tokenizer)
     sharded = make_sharded(config, files, world)
@@ -200,6 +210,12 @@ def wire_dtype(config: Config, engine: Engine, export: Export) -> torch.dtype | 
     if abilities.adapter_dtype != "float32":
         log.info("adapters are rounded to %s, which is what the engine keeps them in", abilities.adapter_dtype)
     return getattr(torch, abilities.adapter_dtype)
+
+
+def check_held_out_room(stage: Stage, held_out: dict[str, tuple[Prompt, ...]], max_new_tokens: int) -> None:
+    """As `Stage.check_room`, under every template."""
+    for prompts in held_out.values():
+        stage.check_room(prompts, key="eval.max_new_tokens", max_new_tokens=max_new_tokens)
 
 
 def make_episodes(stage: Stage | None, serving: Serving, sharded: ShardedModel) -> Episodes | None:

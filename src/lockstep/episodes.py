@@ -20,15 +20,13 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, NoReturn
 
-from transformers import PreTrainedTokenizerBase
-
-from lockstep.config import EnvironmentConfig, PromptConfig
+from lockstep.data.plain_text import texts_in
 from lockstep.data.prompts import encode_opening
-from lockstep.data.time_limit import CallFailed, CallTimedOut, call_all
+from lockstep.data.time_limit import CallFailed, CallLoop, CallTimedOut, call_all
 from lockstep.dist import World, all_or_none, any_rank
 from lockstep.environments.base import Message, Reply, Turn
-from lockstep.environments.find import EnvironmentKind, find_environment
-from lockstep.environments.observations import Observation, Observations
+from lockstep.environments.observations import Observation
+from lockstep.environments.stage import Stage
 from lockstep.errors import EpisodeError, StaleWeights
 from lockstep.rollout.base import Generate
 from lockstep.sampling import slot_seed
@@ -37,27 +35,6 @@ from lockstep.types import Draw, Episode, Prompt, Sample, Sampling
 log = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 600
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What episodes are played with, found and checked before any model is loaded."""
-
-    config: EnvironmentConfig
-    kind: EnvironmentKind
-    observations: Observations
-    tokenizer: PreTrainedTokenizerBase
-    prompt: PromptConfig
-
-    @classmethod
-    def of(
-        cls, config: EnvironmentConfig | None, *, tokenizer: PreTrainedTokenizerBase, prompt: PromptConfig
-    ) -> Stage | None:
-        """None for None. Raises `ConfigError` for an environment that cannot be made, or a chat template that cannot go on."""
-        if config is None:
-            return None
-        observations = Observations(tokenizer, max_tokens=config.max_observation_tokens)
-        return cls(config, find_environment(config), observations, tokenizer, prompt)
 
 
 @dataclass(slots=True)
@@ -120,6 +97,12 @@ class Episodes:
         self._stage, self._generate, self._world = stage, generate, world
         limits = [limit for limit in (stage.config.max_tokens, max_len) if limit is not None]
         self._max_tokens = min(limits, default=None)
+        self._has_warned = False
+        self._loop = CallLoop()
+
+    def close(self) -> None:
+        """Ends the event loop that asynchronous environments have had."""
+        self._loop.close()
 
     def __call__(self, prompts: Sequence[Prompt], sampling: Sampling, *, num_samples: int, draw: Draw) -> list[Sample]:
         """Collective. An episode for each sample, ordered by slot, then index; `sampling.max_new_tokens` bounds one reply.
@@ -130,6 +113,7 @@ class Episodes:
         with self._closing([]) as episodes:
             with all_or_none(self._world, "environment"):
                 opened = self._open(episodes, prompts, num_samples, draw)
+                self._look_for_room(opened, sampling)
             replies = self._generate(opened, sampling, num_samples=num_samples, draw=draw)
             going = episodes
             for turn in count(1):
@@ -156,6 +140,18 @@ class Episodes:
             opened.append(prompt)
         return opened
 
+    def _look_for_room(self, opened: Sequence[Prompt], sampling: Sampling) -> None:
+        """Says once where prompts leave no room for what comes behind them."""
+        needed, limit = self._stage.least_behind(sampling.max_new_tokens), self._max_tokens
+        short = [prompt for prompt in opened if limit is not None and len(prompt.ids) + needed > limit]
+        if short and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d of %d openings of a step leave no room for %d tokens behind them (environment.max_tokens, or the limit of model "
+                "and engine, is %s): these episodes end with the first reply. %s has %d tokens",
+                len(short), len(opened), needed, limit, short[0].uid, len(short[0].ids),
+            )  # fmt: skip
+
     def _beginning(self, episode: _Episode, draw: Draw) -> Callable[[], Any]:
         kind = self._stage.kind
         options = {"seed": slot_seed(draw, episode.slot)} if kind.takes_seed else {}
@@ -179,8 +175,8 @@ class Episodes:
             )
         if openings[0] is None:
             return group[0].prompt
-        self._check_messages(openings[0], "reset", group[0])
-        return encode_opening(openings[0], group[0].prompt, prompt=self._stage.prompt, tokenizer=self._stage.tokenizer)
+        opening = self._own_messages(openings[0], "reset", group[0])
+        return encode_opening(opening, group[0].prompt, prompt=self._stage.prompt, tokenizer=self._stage.tokenizer)
 
     def _step(self, going: Sequence[_Episode], replies: Sequence[Sample], *, room: int) -> list[_Episode]:
         """The environments answer. Returns the episodes that go on, their observations put behind their replies."""
@@ -191,7 +187,7 @@ class Episodes:
         for each, reply, turn in zip(going, heard, turns, strict=True):
             self._check_turn(turn, each)
             each.rewards.append(float(turn.reward))
-            each.info.append(dict(turn.info))
+            each.info.append(self._copied(dict(turn.info), "step: the turn's info", each))
             if len(each.versions) > 1:
                 raise StaleWeights(
                     f"slot {each.slot}, sample {each.index}: its turns were sampled with versions {sorted(each.versions)}; "
@@ -209,9 +205,9 @@ class Episodes:
         elif len(episode.rewards) == self._stage.config.max_turns:
             episode.ended = "max_turns"
         else:
-            self._check_messages(turn.messages, "step", episode)
+            messages = self._own_messages(turn.messages, "step", episode)
             try:
-                observation = self._stage.observations.encode(turn.messages, last_id=reply.ids[-1])
+                observation = self._stage.observations.encode(messages, last_id=reply.ids[-1])
             except EpisodeError as error:
                 self._fail(str(error), episode, cause=error)
             needed = len(episode.prompt.ids) + len(episode.ids) + len(observation.ids) + room
@@ -225,10 +221,13 @@ class Episodes:
             self._fail(f"step: expected a lockstep.environments.Turn; {_clip(repr(turn))} came", episode)
         if not isinstance(turn.reward, numbers.Real) or not abs(turn.reward) <= sys.float_info.max:
             self._fail(f"step: expected a finite number as the turn's reward; {_clip(repr(turn.reward))} came", episode)
+        if type(turn.done).__name__ not in ("bool", "bool_"):  # numpy's too
+            self._fail(f"step: expected True or False as the turn's done; {_clip(repr(turn.done))} came", episode)
         if not isinstance(turn.info, Mapping):
             self._fail(f"step: expected a mapping as the turn's info; {_clip(repr(turn.info))} came", episode)
 
-    def _check_messages(self, messages: Any, method: str, episode: _Episode) -> None:
+    def _own_messages(self, messages: Any, method: str, episode: _Episode) -> list[Message]:
+        """Checked, and copied: what an environment does to them later is not in the sample."""
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
             self._fail(
                 f"{method}: expected a list of at least one message; {_clip(repr(messages))} came. A turn that is not done has to "
@@ -244,19 +243,27 @@ class Episodes:
                     f'{method}: a message must be {{"role": text, "content": text}}; {_clip(repr(message))} came',
                     episode,
                 )
-            if not _is_unicode(message["content"]):
+            halved = next((text for text in texts_in(message) if not _is_unicode(text)), None)
+            if halved is not None:
                 self._fail(
-                    f"{method}: a message's content holds half of a surrogate pair, which no tokenizer takes (text that was cut by "
-                    f"UTF-16 units?): {_clip(ascii(message['content']))} came",
+                    f"{method}: a message holds half of a surrogate pair, which no tokenizer takes (text that was cut by UTF-16 "
+                    f"units?): {_clip(ascii(halved))} came",
                     episode,
                 )
+        return [self._copied(dict(message), f"{method}: a message", episode) for message in messages]
+
+    def _copied(self, value: Any, what: str, episode: _Episode) -> Any:
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:
+            self._fail(f"{what} cannot be copied; {_clip(repr(value))} came", episode, cause=error)
 
     def _call(self, episodes: Sequence[_Episode], calls: Sequence[Callable[[], Any]], method: str) -> list[Any]:
         """One call per episode, within the time limit."""
         limit = self._stage.config.timeout_s
         try:
             with contextlib.chdir(os.curdir):  # come back: a run's paths may be relative
-                return call_all(calls, limit)
+                return call_all(calls, limit, loop=self._loop)
         except CallTimedOut as late:
             self._fail(
                 f"{method} took longer than environment.timeout_s {limit:g} s for {len(calls)} samples; make it faster or raise "
@@ -265,7 +272,9 @@ class Episodes:
             )
         except CallFailed as failed:
             error = failed.__cause__
-            self._fail(f"{method} raised {type(error).__name__}: {error}", episodes[failed.index], cause=error)
+            self._fail(
+                f"{method} raised {type(error).__name__}: {_clip(str(error))}", episodes[failed.index], cause=error
+            )
 
     @contextlib.contextmanager
     def _closing(self, episodes: list[_Episode]) -> Iterator[list[_Episode]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from typing import Any
 from rich.table import Table
 
 from lockstep import dist
-from lockstep.assemble import Data, encode_held_out, eval_rewards
+from lockstep.assemble import Data, check_held_out_room, encode_held_out, eval_rewards
 from lockstep.checkpoint import read_adapter_folder
 from lockstep.config import Config
 from lockstep.data.rewards import RewardSet
 from lockstep.data.source import load_rows
 from lockstep.dist import World, agree, all_or_none, sum_over_ranks
 from lockstep.engines import embedded_engine, make_sampling
-from lockstep.episodes import Episodes, Stage
+from lockstep.environments.stage import Stage
+from lockstep.episodes import Episodes
 from lockstep.errors import ConfigError
 from lockstep.model.load import find_model, load_tokenizer
 from lockstep.observe.progress import configure_logging, make_console
@@ -110,13 +112,16 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
     world = dist.start(config.run.device, config.dist)
     console = make_console(world.rank)
     configure_logging(world.rank, console)
-    try:
+    with ExitStack() as opened:
+        opened.callback(dist.stop, world)
         judges = Judges(*eval_rewards(config))
         files = find_model(config.model.path)
         tokenizer = load_tokenizer(files)
         rows = load_rows(config.data.eval, origin="data.eval")
         held_out = encode_held_out(config.data, rows, tokenizer, templates)
         stage = Stage.of(config.environment, tokenizer=tokenizer, prompt=config.data.prompt)
+        if stage is not None:
+            check_held_out_room(stage, held_out, config.eval.max_new_tokens)
         engine = embedded_engine(config, files, tokenizer, world)
         if adapter is not None:
             _push_folder(engine, Path(adapter))
@@ -126,7 +131,9 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
         chosen = {name: held_out[name] for name in templates or held_out}
         generate = _together(engine, world)
         if stage is not None:
-            generate = Episodes(stage, generate, world=world, max_len=engine.abilities.max_len)
+            generate = opened.enter_context(
+                closing(Episodes(stage, generate, world=world, max_len=engine.abilities.max_len))
+            )
         results = [
             evaluate(generate, prompts, judges=judges, sampling=sampling, world=world, template=name)
             for name, prompts in chosen.items()
@@ -134,8 +141,6 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
         console.print(
             _table(adapter or f"{config.model.path} without an adapter", [result for result in results if result])
         )
-    finally:
-        dist.stop(world)
     return 0
 
 

@@ -58,7 +58,7 @@ def _train_in(world: World, config: Config, *, resume: bool) -> None:
     with run:
         found, parts = checkpoint.newest(run.checkpoints, world) if resume else None, assemble(config, world)
         with (
-            closing(parts.serving),
+            closing(parts),
             Observer(config, run, world, resume_step=found.step if found else 0) as observer,
         ):
             loop = Loop(config, world, parts=parts, run=run, observer=observer)

@@ -120,6 +120,11 @@ class PromptConfig(Section):
     on_too_long: Literal["drop", "error"] = Field(
         default="drop", description="longer prompts: drop them and say how many, or refuse to start"
     )
+    special_tokens: Literal["text", "token"] = Field(
+        default="text",
+        description="what a special token (<|im_end|>) becomes that a row or an environment's message spells out, in format chat: "
+        "ordinary text, so that it cannot close a turn, or that token",
+    )
 
 
 class DataConfig(Section):
@@ -313,6 +318,7 @@ class Config(Section):
             self.environment,
             rewards={**rewards, "eval.correct": self.eval.correct.name},
             prompt_format=self.data.prompt.format,
+            wait_s=self.dist.timeout_s,
         )
         _check_teacher(self)
         if self.train.algorithm not in ("reinforce_pp", "gae", "distill") and self.rollout.group_size < 2:

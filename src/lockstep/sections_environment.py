@@ -31,12 +31,20 @@ class EnvironmentConfig(Section):
     )
 
 
-def check_environment(environment: EnvironmentConfig | None, *, rewards: Mapping[str, str], prompt_format: str) -> None:
-    """What ties it to other sections. `rewards`: key in the recipe -> the reward's name. Raises `ValueError`."""
+def check_environment(
+    environment: EnvironmentConfig | None, *, rewards: Mapping[str, str], prompt_format: str, wait_s: float
+) -> None:
+    """What ties it to other sections. `rewards`: key in the recipe -> the reward's name; `wait_s`: how long a rank waits for
+    another one. Raises `ValueError`."""
     named = [key for key, name in rewards.items() if name == "environment"]
     if environment is None and named:
         raise ValueError(
             f"{named[0]}.name is environment, the sum of what an environment gives, and there is none; give the section environment"
+        )
+    if environment is not None and environment.timeout_s > wait_s:
+        raise ValueError(
+            f"environment.timeout_s is {environment.timeout_s:g}, and ranks wait for one another dist.timeout_s {wait_s:g} seconds: "
+            "the others would give a slow turn up first; lower it, or raise dist.timeout_s"
         )
     if environment is not None and prompt_format != "chat":
         raise ValueError(

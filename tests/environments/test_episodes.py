@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from helpers_data import tiny_tokenizer
-from helpers_environments import CLOSED, Scripted, make_episodes, make_prompts, make_stage
+from helpers_environments import CLOSED, Scripted, Session, make_episodes, make_prompts, make_stage
 from helpers_rollout import plain_logprobs, sharp_llama
 from lockstep.data.prompts import Prompt
 from lockstep.dist import World
 from lockstep.episodes import Episodes
-from lockstep.errors import DataError, EpisodeError, LockstepError, StaleWeights
+from lockstep.errors import ConfigError, DataError, EpisodeError, LockstepError, StaleWeights
 from lockstep.rollout.hf import HFEngine
 from lockstep.testing import run_ranks
 from lockstep.types import Draw, Sample, Sampling
@@ -109,6 +110,68 @@ def test_any_class_with_a_step_will_do_also_an_asynchronous_one():
     assert [each.episode.rewards for each in samples] == [(0.5,), (0.5,)]
 
 
+def test_what_reset_made_lives_in_its_loop_until_close():
+    Session.ended = 0
+    policy = Scripted(lambda *_: ("1", "stop"))
+    episodes = make_episodes("Session", policy)
+    for step in (1, 2):
+        samples = episodes(make_prompts(2), SAMPLING, num_samples=2, draw=Draw(3, step, 0))
+        assert [[info["same"] for info in sample.episode.info] for sample in samples] == [[True] * 3] * 4
+        assert [info["said"] for info in samples[3].episode.info] == ["0", "1", "2"]
+    assert Session.ended == 8
+    episodes.close()
+
+
+def test_what_an_environment_does_to_its_messages_later_is_not_in_the_sample():
+    (sample,), _ = play("Rewrites")
+    assert [message["content"] for message in sample.episode.messages[1::2]] == ["a 0", "a 1"]
+    assert [info["seen"] for info in sample.episode.info] == [[0], [0, 1], [0, 1, 2]]
+
+
+def test_words_that_are_said_back_cannot_speak_as_the_policy():
+    """Ids and mask are those of a naive concatenation, in which only the template's own tokens close a turn."""
+    (sample,), _ = play("Echoes", lambda ids, slot, index, turn: ("a 5 b", "stop"))
+    said = "<user> a 5 b <unk> <unk> <user> <unk> <unk> <assistant> 7 </s> <assistant>"
+    observation = tuple(tiny_tokenizer()(said)["input_ids"])
+    reply = (*tiny_tokenizer()("a 5 b")["input_ids"], 1)
+    assert words(observation) == said
+    assert sample.ids == (*reply, *observation) * 2 + reply
+    assert list(sample.loss_mask) == ([True] * 4 + [False] * len(observation)) * 2 + [True] * 4
+
+
+def test_prompts_without_room_behind_them_are_refused_or_told(caplog):
+    """A prompt of 7 tokens; a short reply and an observation take 4 at least, another reply up to 4."""
+    prompts = make_prompts(3)
+    longer = replace(prompts[0], ids=(*prompts[0].ids, 9, 9))
+    assert {len(prompt.ids) for prompt in prompts} == {7}
+    key = {"key": "rollout.max_new_tokens", "max_new_tokens": 4}
+    make_stage("Counting", max_tokens=9).check_room(prompts, **key)  # its reset might open with less
+    with pytest.raises(
+        ConfigError, match=r"max_tokens is 8, and whatever a prompt is it takes 9 .*an observation and a reply"
+    ):
+        make_stage("Counting", max_tokens=8).check_room(prompts, **key)
+    make_stage("Bare", max_tokens=15).check_room(prompts, **key)
+    with pytest.raises(ConfigError, match=r"max_tokens is 14, and behind the shortest prompt \(7 tokens\) it takes 15"):
+        make_stage("Bare", max_tokens=14).check_room([longer, *prompts], **key)
+    make_stage("Bare", max_tokens=11, max_turns=1).check_room(prompts, **key)
+    with pytest.raises(ConfigError, match=r"it takes 11 to be sure of a reply \(rollout.max_new_tokens 4\): raise it"):
+        make_stage("Bare", max_tokens=10, max_turns=1).check_room(prompts, **key)
+    assert not caplog.records
+    make_stage("Bare", max_tokens=15).check_room([longer, *prompts], **key)
+    assert "1 of 4 prompts leave no room in environment.max_tokens 15 for a short reply, an" in caplog.text
+    caplog.clear()
+    policy = Scripted(lambda *_: ("1", "stop"))
+    for limits in ({"max_tokens": 15}, {"max_len": 15}):
+        episodes = make_episodes("Counting", policy, **limits)
+        for _ in range(2):
+            samples = episodes([longer, *prompts], SAMPLING, num_samples=1, draw=DRAW)
+        assert samples[0].episode.ended == "room"
+        (record,) = caplog.records
+        assert record.getMessage().startswith("1 of 4 openings of a step leave no room for 8 tokens behind them")
+        assert record.getMessage().endswith("train-0 has 9 tokens")
+        caplog.clear()
+
+
 def test_every_environment_is_closed():
     CLOSED.clear()
     play("Counting", num=2, num_samples=3)
@@ -146,6 +209,11 @@ def test_openings_that_differ_within_a_group_or_are_too_long_are_refused():
         ("none", r"step: expected a lockstep.environments.Turn; None came"),
         ("nan", r"step: expected a finite number as the turn's reward; nan came"),
         ("silent", r"step: expected a list of at least one message; \(\) came"),
+        ("done", r"step: expected True or False as the turn's done; 'no' came"),
+        ("uncopied", r"step: a message cannot be copied; \{'role'.*lock.* came"),
+        ("name", r"half of a surrogate pair.*'\\ud83d' came"),
+        ("base", "step raised CancelledError"),
+        ("long", r"step raised ValueError: x{600}\.\.\. \(999400 more characters\)"),
         ("text", r"step: expected a list of at least one message; 'hello' came"),
         ("huge", r"expected a finite number as the turn's reward; 1000+ came"),
         ("info", "expected a mapping as the turn's info; None came"),

@@ -68,6 +68,10 @@ def tree(**sections):
         ),
         ({"environment": {"name": "calculator", "max_truns": 2}}, r"did you mean 'environment.max_turns'"),
         ({"environment": {"max_turns": 2}}, "environment.name"),
+        (
+            {"environment": {"name": "calculator", "timeout_s": 601}},
+            r"environment.timeout_s is 601, and ranks wait for one another dist.timeout_s 600 seconds",
+        ),
         ({"environment": {"name": "calculator", "max_turns": 0}}, "environment.max_turns"),
         ({"reward": [{"name": "last_number", "sees": "last"}]}, "sees"),
     ],

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config import DataSource, PromptConfig
+from lockstep.data.plain_text import Marked, PlainText
 from lockstep.errors import DataError
 from lockstep.types import Prompt
 
@@ -41,8 +42,9 @@ def encode_prompts(
     """Encode every row; row i becomes the prompt with uid "{name}-{i}". `template` stands in for `prompt.template`.
 
     format "chat": through the tokenizer's chat template, up to where the assistant's answer begins; the chat template
-    alone decides about special tokens. A question that is a list of messages is kept as a conversation: the template
-    goes around its last user message, and a system message of its own takes the place of `prompt.system`.
+    alone decides about special tokens, and those that a row spells out are text (`prompt.special_tokens`; a warning counts
+    the rows). A question that is a list of messages is kept as a conversation: the template goes around its last user
+    message, and a system message of its own takes the place of `prompt.system`.
     format "text": the text as it is. No special tokens, except the BOS token where the tokenizer itself puts one first;
     an EOS token that it would append is left away, since it would end the text.
 
@@ -57,11 +59,17 @@ def encode_prompts(
     if template is not None:
         prompt = prompt.model_copy(update={"template": template})
     uids = [f"{name}-{index}" for index in range(len(rows))]
-    texts = [
-        _render(row[source.prompt_column], prompt, tokenizer=tokenizer, uid=uid)
+    plain = _plain_text(prompt, tokenizer)
+    rendered = [
+        _render(row[source.prompt_column], prompt, tokenizer=tokenizer, uid=uid, plain=plain)
         for uid, row in zip(uids, rows, strict=True)
     ]
+    _warn_of_special_tokens(rendered, prompt, name)
+    texts = [each.text for each in rendered]
     encoded = _encode(texts, prompt, tokenizer)
+    for index, each in enumerate(rendered):
+        if each.ids is not None:
+            encoded[index] = each.ids
     kept = [
         Prompt(uid=uid, ids=tuple(ids), text=text, answer=_answer(row, source), row=row)
         for uid, ids, text, row in zip(uids, encoded, texts, rows, strict=True)
@@ -82,10 +90,12 @@ def encode_opening(
 
     Raises `DataError` as `encode_prompts` does, and for more than `data.prompt.max_tokens` tokens.
     """
-    text = _render(list(messages), prompt.model_copy(update={"template": "{prompt}"}), tokenizer=tokenizer, uid=row.uid)
-    (ids,) = _encode([text], prompt, tokenizer)
+    prompt = prompt.model_copy(update={"template": "{prompt}"})
+    plain = _plain_text(prompt, tokenizer)
+    rendered = _render(list(messages), prompt, tokenizer=tokenizer, uid=row.uid, plain=plain)
+    ids = rendered.ids or _encode([rendered.text], prompt, tokenizer)[0]
     _fits(ids, prompt.model_copy(update={"on_too_long": "error"}), row.uid)  # raises where they do not
-    return replace(row, ids=tuple(ids), text=text)
+    return replace(row, ids=tuple(ids), text=rendered.text)
 
 
 def _count_dropped(num_rows: int, num_kept: int, prompt: PromptConfig, name: str) -> int:
@@ -96,23 +106,57 @@ def _count_dropped(num_rows: int, num_kept: int, prompt: PromptConfig, name: str
     return num_dropped
 
 
-def _render(question: Any, prompt: PromptConfig, *, tokenizer: PreTrainedTokenizerBase, uid: str) -> str:
-    if prompt.format == "chat":
-        messages = _conversation(question, prompt, uid)
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    text: str
+    ids: list[int] | None = None
+    """None: those that the tokenizer has for the text."""
+    spelled: frozenset[str] = frozenset()
+    """Special tokens that the row spells out."""
+
+
+def _plain_text(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> PlainText | None:
+    """None for format text, where special tokens are the text's own affair."""
+    return PlainText(tokenizer, keeps_tokens=prompt.special_tokens == "token") if prompt.format == "chat" else None
+
+
+def _warn_of_special_tokens(rendered: Sequence[_Rendered], prompt: PromptConfig, name: str) -> None:
+    counts = Counter(token for each in rendered for token in each.spelled)
+    if not counts:
+        return
+    which = ", ".join(f"{token} in {num}" for token, num in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+    if prompt.special_tokens == "text":
+        how = (
+            "they are made ordinary text, which opens and closes no turn (data.prompt.special_tokens: token keeps them)"
+        )
+    else:
+        how = "they are these tokens to the model, as data.prompt.special_tokens: token says; text would make them ordinary"
+    num_rows = sum(bool(each.spelled) for each in rendered)
+    logger.warning("%s: %d of %d rows spell out special tokens (%s); %s", name, num_rows, len(rendered), which, how)
+
+
+def _render(
+    question: Any, prompt: PromptConfig, *, tokenizer: PreTrainedTokenizerBase, uid: str, plain: PlainText | None
+) -> _Rendered:
+    if plain is not None:
+        marked = _conversation(question, prompt, uid, plain)
         try:
-            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+            text = str(tokenizer.apply_chat_template(marked.messages, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # what a template's raise_exception raises, and what its expressions do
+            messages = marked.clean(str(marked.messages))
             raise DataError(f"{uid}: the tokenizer's chat template refuses the messages {messages}: {error}") from error
+        ids = None if marked.mark is None else plain.encode(text, marked.mark)
+        return _Rendered(marked.clean(text), ids, marked.spelled)
     if not isinstance(question, str):
         raise DataError(
             f"{uid}: with data.prompt.format text the question must be text; {type(question).__name__} came "
             "(a list of chat messages needs format: chat)"
         )
-    return prompt.template.replace("{prompt}", question)
+    return _Rendered(prompt.template.replace("{prompt}", question))
 
 
-def _conversation(question: Any, prompt: PromptConfig, uid: str) -> list[dict[str, Any]]:
-    """The messages that the chat template gets, in a list of our own."""
+def _conversation(question: Any, prompt: PromptConfig, uid: str, plain: PlainText) -> Marked:
+    """The messages that the chat template gets. What the recipe puts around the row's is not marked."""
     if isinstance(question, str):
         messages = [{"role": "user", "content": question}]
     elif isinstance(question, list) and question:
@@ -125,11 +169,12 @@ def _conversation(question: Any, prompt: PromptConfig, uid: str) -> list[dict[st
         raise DataError(
             f"{uid}: a conversation must hold a user message and not end with the assistant's; {roles} came"
         )
-    last = messages[users[-1]]
+    marked = plain.mark(messages)
+    last = marked.messages[users[-1]]
     last["content"] = prompt.template.replace("{prompt}", last["content"])
     if prompt.system is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": prompt.system})
-    return messages
+        marked.messages.insert(0, {"role": "system", "content": prompt.system})
+    return marked
 
 
 def _message(message: Any, uid: str) -> dict[str, Any]:

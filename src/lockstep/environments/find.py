@@ -27,6 +27,8 @@ class EnvironmentKind:
     args: Mapping[str, Any]
     takes_seed: bool
     """Has its `reset` a parameter `seed`?"""
+    may_open: bool = True
+    """Has it a `reset` of its own, which may give another prompt than the row's?"""
 
     def new(self) -> Any:
         """An instance, with arguments of its own: samples share nothing. Raises what the class raises."""
@@ -59,8 +61,9 @@ def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
         inspect.signature(found).bind(**config.args)
     except TypeError as error:
         raise ConfigError(f"{label} cannot be made with args {sorted(config.args)}: {error}") from error
-    takes_seed = hasattr(found, "reset") and "seed" in inspect.signature(found.reset).parameters
-    return EnvironmentKind(config.name, found, dict(config.args), takes_seed)
+    reset = getattr(found, "reset", Environment.reset)
+    takes_seed = "seed" in inspect.signature(reset).parameters
+    return EnvironmentKind(config.name, found, dict(config.args), takes_seed, may_open=reset is not Environment.reset)
 
 
 def _check_method(found: type, method: str, num_arguments: int, label: str) -> None:

@@ -2,7 +2,8 @@
 
 What the policy sampled is never decoded and encoded again: only what the chat template adds *behind* a reply is tokenised,
 once, as the difference that the messages make to a conversation of dummies. That holds what closes the assistant's turn (less
-the end-of-turn token, where the policy sampled it), the messages, and the opening of the assistant's next turn.
+the end-of-turn token, where the policy sampled it), the messages, and the opening of the assistant's next turn. A special token
+that a message spells out is text (data/plain_text.py): what a tool says cannot close its turn and speak as the policy.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.data.plain_text import PlainText
 from lockstep.environments.base import Message
 from lockstep.errors import ConfigError, EpisodeError
 
@@ -40,9 +42,21 @@ class Observation:
 class Observations:
     """The chat template's way to answer a reply."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int):
-        """Raises `ConfigError` for a tokenizer without a chat template, and for a template that cannot be continued."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        special_tokens: Literal["text", "token"] = "text",
+    ):
+        """`special_tokens`: what one becomes that a message spells out.
+
+        Raises `ConfigError` for a tokenizer without a chat template, and for a template that cannot be continued.
+        """
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._plain = PlainText(tokenizer, keeps_tokens=special_tokens == "token")
+        self._max_characters = (max_tokens + 1) * max(map(len, tokenizer.get_vocab()))
+        """A longer text has more than `max_tokens` tokens, if each of its characters is in one."""
         self._as_user: set[str] = set()
         """Roles that the template does not know."""
         self._known: set[str] = set()
@@ -53,10 +67,11 @@ class Observations:
             )
         shortest = [{"role": "user", "content": ""}]
         self._check(shortest)
-        needed = len(self._encode(shortest, last_id=-1))
-        if needed > max_tokens:
+        self.shortest = len(self._encode(shortest, last_id=-1))
+        """Tokens of an observation that says nothing; one fewer where the policy ends its own turn."""
+        if self.shortest > max_tokens:
             raise ConfigError(
-                f"environment.max_observation_tokens is {max_tokens}, and the chat template alone takes {needed}; raise it"
+                f"environment.max_observation_tokens is {max_tokens}, and the chat template alone takes {self.shortest}; raise it"
             )
 
     def encode(self, messages: Sequence[Message], *, last_id: int) -> Observation:
@@ -64,7 +79,7 @@ class Observations:
 
         Raises `EpisodeError` for messages that the template refuses or leaves out.
         """
-        shown = [self._known_role(message) for message in messages]
+        shown = [self._clipped(self._known_role(message)) for message in messages]
         ids = self._encode(shown, last_id=last_id)
         if len(ids) > self._max_tokens:
             shown = self._cut(shown, last_id=last_id)
@@ -85,6 +100,12 @@ class Observations:
                 self._as_user.add(role)
         return {"role": "user", "content": message["content"]} if role in self._as_user else message
 
+    def _clipped(self, message: Message) -> Message:
+        """Megabytes of which most would be cut away again are not tokenised first."""
+        if len(message["content"]) <= self._max_characters:
+            return message
+        return {**message, "content": message["content"][: self._max_characters] + _CUT}
+
     def _check(self, messages: Sequence[Message]) -> None:
         """Raises `ConfigError` where the messages do not appear, or what they add depends on what was said before."""
         try:
@@ -102,20 +123,26 @@ class Observations:
     def _added(self, messages: Sequence[Message], history: Sequence[Message]) -> str:
         """What the messages, and the opening of the next reply, add behind the last reply of `history`."""
         conversation = [dict(message) for message in (*history, *messages)]
-        text = str(self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+        try:
+            text = str(self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+        except TemplateError:
+            raise
+        except Exception as error:  # Python's, in the template's expressions
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
         before, found, added = text.partition(_REPLY)
         if not found:
             raise ConfigError(f"the chat template does not show what the assistant said: {before!r}")
         return added
 
     def _encode(self, messages: Sequence[Message], *, last_id: int) -> list[int]:
+        marked = self._plain.mark(messages)
         try:
-            text = self._added(messages, _OPENING)
+            text = self._added(marked.messages, _OPENING)
         except TemplateError as error:
             raise EpisodeError(
                 f"the chat template refuses the messages {list(messages)} behind a reply: {error}; several may have to be one"
             ) from error
-        ids = cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._plain.encode(text, marked.mark)
         if last_id in ids:
             place = ids.index(last_id)
             if not str(self._tokenizer.decode(ids[:place])).strip():
@@ -129,7 +156,8 @@ class Observations:
             return len(self._encode(shown, last_id=last_id)) <= self._max_tokens
 
         lengths = [len(message["content"]) for message in messages]
-        for number in sorted(range(len(messages)), key=lambda number: -lengths[number]):
+        least = [_shortened([message], 0, 0)[0] for message in messages]
+        for number in sorted(range(len(messages)), key=lambda number: -lengths[number]) if fits(least) else ():
             low, high = 0, lengths[number]  # so many characters fit, or none do; so many do not
             while high - low > 1:
                 middle = (low + high) // 2
