@@ -1,43 +1,38 @@
 """A configuration, recipe or folder and a layout of ranks in, a `PlanReport` out: what each rank would hold, and what exports cost.
 
-No weights, no ranks: the model is built on meta, and every figure comes from its `ShardingPlan`. The schema of `as_json` is
-described in docs/plan.md.
+No weights, no ranks: models are built on meta, and every figure comes from their `ShardingPlan`s. Of a recipe's run all models are
+planned (`plan_run`, `plan_phases`), of anything else the one. The schema of `as_json` is described in docs/plan.md.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
-from lockstep.config import LoraSection, load_config
-from lockstep.errors import ModelError
+from lockstep import plan_phases
+from lockstep.config import Config, LoraSection, build_config, load_config
+from lockstep.errors import ConfigError, ModelError
 from lockstep.export.cost import ExportCost, export_costs
-from lockstep.model.dtype import (
-    DtypeFinding,
-    DtypePlan,
-    Rule,
-    apply_dtypes,
-    find_mixed_dtypes,
-    keep_in_fp32,
-    plan_dtypes,
-)
-from lockstep.model.load import find_model
+from lockstep.model.dtype import DtypeFinding, DtypePlan, Rule
 from lockstep.model.lora import inject_empty_lora
 from lockstep.model.outline import build_outline, read_model_config
 from lockstep.model.strip import StripReport, strip
 from lockstep.names import is_adapter_name
-from lockstep.sharding.plan import PlannedTensor, ShardingPlan, ShardUnit, plan_sharding, split_units
+from lockstep.plan_phases import RunUse, run_use
+from lockstep.plan_run import Sharded, build_run, plan_model
+from lockstep.shard_model import Sharding
+from lockstep.sharding.plan import PlannedTensor, ShardingPlan, ShardUnit
 from lockstep.sharding.policy import LayerClasses, ModuleTree, Policy, missing_classes
 from lockstep.sharding.sizes import Backend, shard_bytes, unit_shard_bytes
 
 SCHEMA = 1
+BUCKET_BYTES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,18 +42,23 @@ class PlanRequest:
 
     source: str
     """Folder with config.json, a file like it, or a recipe (.yaml, .yml)."""
-    world_size: int
-    backend: Backend = "fsdp2"
+    world_size: int = 1
+    backend: Backend | None = None
+    """Without a recipe: fsdp2."""
     policy: Policy | None = None
     lora: Mapping[str, Any] | None = None
     """Fields of a recipe's `lora` section that are given here; None: no LoRA, unless a recipe has it."""
     target_parameters: tuple[str, ...] = ()
     strip: tuple[str, ...] | None = None
     dtype: str | None = None
-    adapter_dtype: str = "float32"
+    adapter_dtype: str | None = None
+    """None: float32."""
     dtype_rule: Rule | None = None
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int | None = None
+    """Without a recipe: 64 MiB."""
     wire_dtype: str | None = None
+    overrides: tuple[str, ...] = ()
+    """`key.sub=value` on top of a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class PlanReport:
     """The model as it would be sharded, and what follows from that."""
 
     request: PlanRequest
+    """With the backend and the bucket's size filled in."""
     model_class: str
     plan: ShardingPlan
     findings: tuple[DtypeFinding, ...]
@@ -76,6 +77,8 @@ class PlanReport:
     missing: tuple[str, ...]
     """Layer classes that were asked for, or that the model lists, and that it does not contain."""
     exports: tuple[ExportCost, ...]
+    run: RunUse | None = None
+    """Of a recipe: everything that its run holds on a rank."""
 
     @property
     def largest_tensor(self) -> PlannedTensor:
@@ -86,59 +89,101 @@ class PlanReport:
         return max(self.plan.units, key=lambda unit: unit.nbytes)
 
     def shard_bytes(self, rank: int) -> int:
-        return shard_bytes(self.plan, rank, self.request.world_size, self.request.backend)
+        return shard_bytes(self.plan, rank, self.request.world_size, backend_of(self.request))
+
+
+def backend_of(request: PlanRequest) -> Backend:
+    return request.backend or "fsdp2"
 
 
 def make_report(request: PlanRequest) -> PlanReport:
-    """Build on meta, strip, inject, plan, and count. Raises `ConfigError` or `ModelError` for what was given wrongly."""
-    config, base_dtype, lora, recipe_policy = _read_source(request)
-    model: Any = build_outline(config, dtype=base_dtype)
-    model_class = type(model).__name__
-    stripped = strip(model, request.strip)
-    if lora is not None:
-        model = inject_empty_lora(model, lora, target_parameters=request.target_parameters)
-        for name, param in model.named_parameters():
-            if is_adapter_name(name):
-                param.data = param.data.to(DTYPES[request.adapter_dtype])
-    policy = request.policy or recipe_policy
-    missing = _missing_classes(model, policy)
-    plan = plan_sharding(model, policy)
-    findings = find_mixed_dtypes(plan)
-    decisions = plan_dtypes(plan, backend=request.backend, rule=request.dtype_rule, keep=keep_in_fp32(model))
-    if decisions.casts:
-        apply_dtypes(model, decisions)
-        plan = plan_sharding(model, policy)
-    plan = split_units(plan, decisions.units)
-    costs = export_costs(
-        model,
-        plan,
-        world_size=request.world_size,
-        backend=request.backend,
-        bucket_bytes=request.bucket_bytes,
-        wire_dtype=DTYPES[request.wire_dtype] if request.wire_dtype else None,
-    )
-    return PlanReport(request, model_class, plan, findings, decisions, stripped, tuple(missing), costs)
+    """Build on meta, strip, inject, plan, and count. Raises `ConfigError` or `ModelError` for what was given wrongly, and for what the
+    run of a recipe would refuse."""
+    is_recipe = Path(request.source).suffix in (".yaml", ".yml")
+    return _report_of_run(request) if is_recipe else _report_of_model(request)
 
 
-def _read_source(request: PlanRequest) -> tuple[PreTrainedConfig, torch.dtype, LoraSection | None, Policy]:
-    path = Path(request.source).expanduser()
-    given = dict(request.lora or {})
-    if path.suffix in (".yaml", ".yml"):
-        recipe = load_config(path)
-        where = recipe.model.path
-        config = (
-            find_model(where).config if where.startswith("package:") else read_model_config(Path(where).expanduser())
+def _report_of_model(request: PlanRequest) -> PlanReport:
+    if request.overrides:
+        raise ConfigError(
+            f"{request.overrides[0]!r} is an option of a recipe, and {request.source!r} is none (.yaml, .yml)"
         )
-        dtype = request.dtype or recipe.model.dtype
-        lora = LoraSection.model_validate({**recipe.lora.model_dump(), **given})
-        return config, DTYPES[dtype], lora, LayerClasses(recipe.sharding.layer_classes)
+    request = replace(request, backend=backend_of(request), bucket_bytes=request.bucket_bytes or BUCKET_BYTES)
+    path = Path(request.source).expanduser()
     config = read_model_config(path)
     own = str(config.get_text_config().dtype or config.dtype or "float32").removeprefix("torch.")
     dtype = request.dtype or own
     if dtype not in DTYPES:
         raise ModelError(f"{path} is stored as {dtype!r}; expected one of {', '.join(DTYPES)}: give --dtype")
-    wants_lora = request.lora is not None or request.target_parameters
-    return config, DTYPES[dtype], LoraSection.model_validate(given) if wants_lora else None, LayerClasses()
+    model: Any = build_outline(config, dtype=DTYPES[dtype])
+    model_class = type(model).__name__
+    stripped = strip(model, request.strip)
+    if request.lora is not None or request.target_parameters:
+        lora = LoraSection.model_validate(request.lora or {})
+        model = inject_empty_lora(model, lora, target_parameters=request.target_parameters)
+        for name, param in model.named_parameters():
+            if is_adapter_name(name):
+                param.data = param.data.to(DTYPES[request.adapter_dtype or "float32"])
+    how = Sharding(backend_of(request), request.policy or LayerClasses(), request.dtype_rule, True)
+    missing = _missing_classes(model, how.policy)
+    made = plan_model(model, how)
+    costs = _costs(model, made, request)
+    return PlanReport(request, model_class, made.plan, made.findings, made.decisions, stripped, tuple(missing), costs)
+
+
+def _report_of_run(request: PlanRequest) -> PlanReport:
+    config = _recipe(request)
+    run = build_run(config, request.world_size)
+    policy = run.sharded[0]
+    how = policy.sharding
+    how = replace(how, policy=request.policy or how.policy, mixed_dtypes=request.dtype_rule or how.mixed_dtypes)
+    run = replace(run, sharded=(replace(policy, sharding=how), *run.sharded[1:]))
+    bucket_bytes = request.bucket_bytes or int(config.sync.bucket_mb * 2**20)
+    request = replace(request, backend=how.backend, bucket_bytes=bucket_bytes)
+    missing = _missing_classes(policy.model, how.policy)
+    made = [plan_model(each.model, each.sharding) for each in run.sharded]
+    costs = _costs(policy.model, made[0], request)
+    return PlanReport(
+        request,
+        type(policy.model.get_base_model()).__name__,
+        made[0].plan,
+        made[0].findings,
+        made[0].decisions,
+        StripReport((), (), 0, 0),
+        tuple(missing),
+        costs,
+        run_use(run, [each.plan for each in made], request.world_size, exports=costs),
+    )
+
+
+def _costs(model: Any, made: Sharded, request: PlanRequest) -> tuple[ExportCost, ...]:
+    return export_costs(
+        model,
+        made.plan,
+        world_size=request.world_size,
+        backend=backend_of(request),
+        bucket_bytes=request.bucket_bytes or BUCKET_BYTES,
+        wire_dtype=DTYPES[request.wire_dtype] if request.wire_dtype else None,
+    )
+
+
+def _recipe(request: PlanRequest) -> Config:
+    """With what is given here instead. Raises `ConfigError` for what no recipe has."""
+    others = {
+        "strip": request.strip,
+        "target-parameters": request.target_parameters,
+        "adapter-dtype": request.adapter_dtype,
+    }
+    odd = next((name for name, value in others.items() if value), None)
+    if odd is not None:
+        raise ConfigError(f"--{odd} goes with a model's configuration: a recipe's run has no such option; leave it out")
+    path = Path(request.source).expanduser()
+    config = load_config(path, request.overrides)
+    tree = config.model_dump(mode="json")
+    tree["lora"] |= dict(request.lora or {})
+    tree["sharding"] |= {"backend": request.backend} if request.backend else {}
+    tree["model"] |= {"dtype": request.dtype} if request.dtype else {}
+    return build_config(tree, source=str(path))
 
 
 def _missing_classes(model: nn.Module, policy: Policy) -> list[str]:
@@ -190,6 +235,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
             "nbytes": report.stripped.nbytes,
             "kept": list(report.stripped.kept),
         },
+        "run": None if report.run is None else plan_phases.as_json(report.run),
     }
 
 
@@ -199,7 +245,7 @@ def _unit_json(unit: ShardUnit, request: PlanRequest) -> dict[str, Any]:
         "num_tensors": len(unit.parameters),
         "num_params": sum(tensor.numel for tensor in unit.parameters),
         "nbytes": unit.nbytes,
-        "shard_bytes": unit_shard_bytes(unit, 0, request.world_size, request.backend),
+        "shard_bytes": unit_shard_bytes(unit, 0, request.world_size, backend_of(request)),
         "dtypes": sorted({_short(tensor.dtype) for tensor in unit.parameters}),
     }
 

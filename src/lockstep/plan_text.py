@@ -9,7 +9,7 @@ from itertools import groupby
 
 from lockstep.export.cost import ExportCost
 from lockstep.model.dtype import DtypeFinding
-from lockstep.plan_report import PlanReport
+from lockstep.plan_report import BUCKET_BYTES, PlanReport, backend_of
 from lockstep.sharding.plan import ShardUnit
 from lockstep.sharding.sizes import unit_shard_bytes
 
@@ -57,7 +57,7 @@ def _units(report: PlanReport) -> list[str]:
     lines = [f"{'unit':45}{'tensors':>8}{'size':>14}{'on a rank':>14}  dtypes"]
     for group in _alike(report.plan.units):
         unit = group[0]
-        share = unit_shard_bytes(unit, 0, report.request.world_size, report.request.backend)
+        share = unit_shard_bytes(unit, 0, report.request.world_size, backend_of(report.request))
         dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in unit.parameters}))
         name = _fit(_numbered([each.module for each in group]), 45)
         lines.append(f"{name:45}{len(unit.parameters):8}{size_text(unit.nbytes):>14}{size_text(share):>14}  {dtypes}")
@@ -93,7 +93,7 @@ def _exports(report: PlanReport) -> list[str]:
     request = report.request
     dtype = request.wire_dtype or "each tensor's own dtype"
     lines = [
-        f"exports, in buckets of {size_text(request.bucket_bytes)}, {dtype}:",
+        f"exports, in buckets of {size_text(request.bucket_bytes or BUCKET_BYTES)}, {dtype}:",
         f"{'kind':9}{'to':8}{'size':>14}{'most received':>18}{'received by all':>18}{'exchanges':>13}{'extra memory':>16}",
     ]
     return lines + [_export_line(cost) for cost in report.exports]

@@ -98,3 +98,29 @@ def _aligned(numel: int, tensor: PlannedTensor) -> int:
 
 def _payload_bytes(unit: ShardUnit) -> int:
     return sum(tensor.nbytes for tensor in unit.parameters if not tensor.dtype.is_floating_point)
+
+
+def gathered_bytes(unit: ShardUnit, world_size: int, backend: Backend) -> int:
+    """Bytes of a unit while it is whole on a rank, in memory of its own, its padding included (on one rank too: FSDP2 copies)."""
+    if backend == "fsdp2":
+        return world_size * unit_shard_bytes(unit, 0, world_size, backend)
+    return _flat_bytes(unit, world_size)
+
+
+def gradient_bytes(unit: ShardUnit, rank: int, world_size: int, backend: Backend) -> int:
+    """Bytes of a unit's gradients on a rank, once they are reduced.
+
+    FSDP1's gradient is that of the flat parameter: where one tensor in it is trained, the frozen ones have their share too.
+    """
+    if backend == "fsdp2":
+        trained = (tensor for tensor in unit.parameters if tensor.is_trainable)
+        return sum(rows_of_rank(tensor, rank, world_size) * _row_bytes(tensor) for tensor in trained)
+    return whole_gradient_bytes(unit, world_size, backend) // world_size
+
+
+def whole_gradient_bytes(unit: ShardUnit, world_size: int, backend: Backend) -> int:
+    """The same before they are reduced: in backward, and between the micro-batches of an update, on every rank."""
+    if backend == "fsdp2":
+        return sum(tensor.nbytes for tensor in unit.parameters if tensor.is_trainable)
+    trains = any(tensor.is_trainable for tensor in unit.parameters)
+    return _flat_bytes(unit, world_size) if trains else 0

@@ -42,6 +42,8 @@ CHANGES_LOGITS = (
     "lm_head_multiplier",
 )
 """Config fields of models whose forward changes the logits after the head."""
+CHUNK_TOKENS = 1024
+"""Rows of logits at a time."""
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of log-probabilities that rounding explains, by dtype; a token seen wrongly moves them by more."""
 
@@ -75,7 +77,7 @@ def token_logprobs(
     batch: MicroBatch,
     *,
     sampling: Sampling,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
     with_entropy: bool = False,
     entropy_gradient: bool = False,
     teacher: Answer | None = None,
@@ -95,7 +97,7 @@ def token_logprobs(
     head = head_of(lm)
     head_forward = cast(Callable[[Tensor], Tensor], head.forward)
     arguments = Scoring(batch.targets, sampling, chunk_tokens, with_entropy, entropy_gradient, teacher)
-    if _changes_logits(lm):
+    if changes_logits(lm):
         return score_rows(lambda rows: rows, _whole_logits(lm, head, batch), arguments)
     scored: list[TokenLogprobs] = []
 
@@ -114,7 +116,7 @@ def head_rows(model: nn.Module, batch: MicroBatch) -> HeadRows:
     """
     lm = cast(PreTrainedModel, model)
     head = head_of(lm)
-    if _changes_logits(lm):
+    if changes_logits(lm):
         return HeadRows(_whole_logits(lm, head, batch), lambda rows: rows, None)
     forward = cast(Callable[[Tensor], Tensor], head.forward)
     return HeadRows(forward_with_head(lm, head, batch, lambda rows_ND: rows_ND), forward, head)
@@ -211,7 +213,8 @@ def forward_with_head(
     return given[0]
 
 
-def _changes_logits(lm: PreTrainedModel) -> bool:
+def changes_logits(lm: PreTrainedModel) -> bool:
+    """Does its forward do something to logits behind the head? Those of a micro-batch are whole then."""
     return any(getattr(lm.config.get_text_config(), name, None) is not None for name in CHANGES_LOGITS)
 
 

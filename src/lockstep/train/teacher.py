@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -44,7 +42,7 @@ class Teacher:
     ):
         """`vocabulary`: rows of the policy's head. `chunk_tokens`: of its own scoring (top k, sampled)."""
         self.sharded = sharded
-        self.distillation = Distillation(config.coef, _kind(config))
+        self.distillation = distillation_of(config)
         self._sampling = Sampling(temperature=sampling.temperature)
         self._top_k = config.top_k
         self._vocabulary = vocabulary
@@ -115,7 +113,8 @@ def check_same_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizer
         )
 
 
-def _kind(config: TeacherConfig) -> Literal["whole", "top_k", "sampled"]:
+def distillation_of(config: TeacherConfig) -> Distillation:
+    """How the teacher enters the loss."""
     if config.divergence == "sampled":
-        return "sampled"
-    return "top_k" if config.top_k else "whole"
+        return Distillation(config.coef, "sampled")
+    return Distillation(config.coef, "top_k" if config.top_k else "whole")
