@@ -120,6 +120,14 @@ class Broken(Environment):
                 return Turn([{"role": "user", "content": "a", "lock": threading.Lock()}])
             case "name":
                 return Turn([{"role": "user", "content": "a", "name": ["\ud83d"]}])
+            case "cycle":
+                message: dict[str, Any] = {"role": "user", "content": "a"}
+                message["self"] = message
+                return Turn([message])
+            case "words":
+                raise ValueError("\ud83d")
+            case "unsayable":
+                raise Unsayable
             case "base":
                 raise asyncio.CancelledError
             case "long":
@@ -184,6 +192,11 @@ class Echoes(Environment):
 
     def step(self, reply: Reply) -> Turn:
         return Turn([{"role": "user", "content": f"{reply.text} </s> <user> </s> <assistant> 7"}], done=reply.turn == 2)
+
+
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        return str(1 // 0)
 
 
 class NoStep(Environment):

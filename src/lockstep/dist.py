@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import DistConfig
-from lockstep.errors import LockstepError, RankMissing, RanksDisagree
+from lockstep.errors import LockstepError, RankMissing, RanksDisagree, said_by
 from lockstep.host_memory import return_large_blocks
 from lockstep.rendezvous import meet, whole_number
 from lockstep.types import Stat
@@ -198,7 +198,7 @@ def gather_bytes(world: World, message: bytes, *, phase: str, timeout_s: float) 
 
 def exchange_lines(world: World, lines: Sequence[str], *, phase: str, timeout_s: float) -> list[list[str]]:
     """Collective. Every rank's lines on every rank, of whatever length."""
-    blob = "\n".join(lines).encode()
+    blob = "\n".join(lines).encode(errors="backslashreplace")  # halves of surrogate pairs in somebody's words
     sizes = [
         int.from_bytes(part, "big")
         for part in gather_bytes(world, len(blob).to_bytes(8, "big"), phase=phase, timeout_s=timeout_s)
@@ -395,7 +395,7 @@ def all_or_none(world: World, phase: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = gather_texts(world, f"{type(failure).__name__}: {failure}" if failure else "", phase=phase)
+    said = gather_texts(world, said_by(failure) if failure else "", phase=phase)
     if failure is not None:
         raise failure
     for rank, text in enumerate(said):

@@ -27,7 +27,7 @@ from lockstep.dist import World, all_or_none, any_rank
 from lockstep.environments.base import Message, Reply, Turn
 from lockstep.environments.observations import Observation
 from lockstep.environments.stage import Stage
-from lockstep.errors import EpisodeError, StaleWeights
+from lockstep.errors import DataError, EpisodeError, StaleWeights, said_by
 from lockstep.rollout.base import Generate
 from lockstep.sampling import slot_seed
 from lockstep.types import Draw, Episode, Prompt, Sample, Sampling
@@ -166,6 +166,7 @@ class Episodes:
 
     def _opened(self, group: Sequence[_Episode], openings: Sequence[Any]) -> Prompt:
         """The group's prompt: the row's own, or what `reset` has put in its place."""
+        opening = None if openings[0] is None else self._own_messages(openings[0], "reset", group[0])
         odd = next((i for i, opening in enumerate(openings) if opening != openings[0]), None)
         if odd is not None:
             self._fail(
@@ -173,10 +174,12 @@ class Episodes:
                 "same for the same row and seed",
                 group[odd],
             )
-        if openings[0] is None:
+        if opening is None:
             return group[0].prompt
-        opening = self._own_messages(openings[0], "reset", group[0])
-        return encode_opening(opening, group[0].prompt, prompt=self._stage.prompt, tokenizer=self._stage.tokenizer)
+        try:
+            return encode_opening(opening, group[0].prompt, prompt=self._stage.prompt, tokenizer=self._stage.tokenizer)
+        except DataError as error:
+            self._fail(f"reset: its messages are no prompt: {error}", group[0], cause=error)
 
     def _step(self, going: Sequence[_Episode], replies: Sequence[Sample], *, room: int) -> list[_Episode]:
         """The environments answer. Returns the episodes that go on, their observations put behind their replies."""
@@ -187,7 +190,7 @@ class Episodes:
         for each, reply, turn in zip(going, heard, turns, strict=True):
             self._check_turn(turn, each)
             each.rewards.append(float(turn.reward))
-            each.info.append(self._copied(dict(turn.info), "step: the turn's info", each))
+            each.info.append(_copied(turn.info))
             if len(each.versions) > 1:
                 raise StaleWeights(
                     f"slot {each.slot}, sample {each.index}: its turns were sampled with versions {sorted(each.versions)}; "
@@ -218,19 +221,19 @@ class Episodes:
 
     def _check_turn(self, turn: Any, episode: _Episode) -> None:
         if not isinstance(turn, Turn):
-            self._fail(f"step: expected a lockstep.environments.Turn; {_clip(repr(turn))} came", episode)
+            self._fail(f"step: expected a lockstep.environments.Turn; {_shown(turn)} came", episode)
         if not isinstance(turn.reward, numbers.Real) or not abs(turn.reward) <= sys.float_info.max:
-            self._fail(f"step: expected a finite number as the turn's reward; {_clip(repr(turn.reward))} came", episode)
+            self._fail(f"step: expected a finite number as the turn's reward; {_shown(turn.reward)} came", episode)
         if type(turn.done).__name__ not in ("bool", "bool_"):  # numpy's too
-            self._fail(f"step: expected True or False as the turn's done; {_clip(repr(turn.done))} came", episode)
+            self._fail(f"step: expected True or False as the turn's done; {_shown(turn.done)} came", episode)
         if not isinstance(turn.info, Mapping):
-            self._fail(f"step: expected a mapping as the turn's info; {_clip(repr(turn.info))} came", episode)
+            self._fail(f"step: expected a mapping as the turn's info; {_shown(turn.info)} came", episode)
 
     def _own_messages(self, messages: Any, method: str, episode: _Episode) -> list[Message]:
         """Checked, and copied: what an environment does to them later is not in the sample."""
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
             self._fail(
-                f"{method}: expected a list of at least one message; {_clip(repr(messages))} came. A turn that is not done has to "
+                f"{method}: expected a list of at least one message; {_shown(messages)} came. A turn that is not done has to "
                 "say something, which the policy then answers",
                 episode,
             )
@@ -240,23 +243,23 @@ class Episodes:
             )
             if not is_one:
                 self._fail(
-                    f'{method}: a message must be {{"role": text, "content": text}}; {_clip(repr(message))} came',
+                    f'{method}: a message must be {{"role": text, "content": text}}; {_shown(message)} came',
                     episode,
                 )
-            halved = next((text for text in texts_in(message) if not _is_unicode(text)), None)
-            if halved is not None:
-                self._fail(
-                    f"{method}: a message holds half of a surrogate pair, which no tokenizer takes (text that was cut by UTF-16 "
-                    f"units?): {_clip(ascii(halved))} came",
-                    episode,
-                )
-        return [self._copied(dict(message), f"{method}: a message", episode) for message in messages]
-
-    def _copied(self, value: Any, what: str, episode: _Episode) -> Any:
         try:
-            return copy.deepcopy(value)
-        except Exception as error:
-            self._fail(f"{what} cannot be copied; {_clip(repr(value))} came", episode, cause=error)
+            own = copy.deepcopy([dict(message) for message in messages])
+            halved = next((text for text in texts_in(own) if not _is_unicode(text)), None)
+        except Exception as error:  # what cannot be copied, or holds itself
+            self._fail(
+                f"{method}: messages of plain values are expected; {_shown(messages)} came", episode, cause=error
+            )
+        if halved is not None:
+            self._fail(
+                f"{method}: a message holds half of a surrogate pair, which no tokenizer takes (text that was cut by UTF-16 "
+                f"units?): {_clip(ascii(halved))} came",
+                episode,
+            )
+        return own
 
     def _call(self, episodes: Sequence[_Episode], calls: Sequence[Callable[[], Any]], method: str) -> list[Any]:
         """One call per episode, within the time limit."""
@@ -272,9 +275,7 @@ class Episodes:
             )
         except CallFailed as failed:
             error = failed.__cause__
-            self._fail(
-                f"{method} raised {type(error).__name__}: {_clip(str(error))}", episodes[failed.index], cause=error
-            )
+            self._fail(f"{method} raised {_clip(said_by(error))}", episodes[failed.index], cause=error)
 
     @contextlib.contextmanager
     def _closing(self, episodes: list[_Episode]) -> Iterator[list[_Episode]]:
@@ -295,10 +296,10 @@ class Episodes:
         self._call(made, [each.environment.close for each in made], "close")
 
     def _fail(self, what: str, episode: _Episode, *, cause: BaseException | None = None) -> NoReturn:
-        said = "".join(f"\n  {message['role']}: {_clip(repr(message['content']))}" for message in episode.messages)
+        said = "".join(f"\n  {message['role']}: {_shown(message['content'])}" for message in episode.messages)
         raise EpisodeError(
             f"environment {self._stage.kind.name!r}: {what}; the episode (slot {episode.slot}, sample {episode.index}):"
-            f"\n  prompt {episode.prompt.uid}: {_clip(repr(episode.prompt.text))}{said}"
+            f"\n  prompt {episode.prompt.uid}: {_shown(episode.prompt.text)}{said}"
         ) from cause
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -315,6 +316,21 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _copied(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What an environment does to it later is not in the sample; unless it holds what cannot be copied, such as a lock."""
+    try:
+        return copy.deepcopy(dict(info))
+    except Exception:  # it is for people to read: shown as well as it can be
+        return dict(info)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _clip(repr(value))
+    except Exception:  # its error is not the one to be told of
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _clip(text: str) -> str:

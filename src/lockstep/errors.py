@@ -6,6 +6,15 @@ Every message says what was expected, what came, and what to do.
 from __future__ import annotations
 
 
+def said_by(error: BaseException) -> str:
+    """`ValueError: message`, also where somebody's exception cannot say it: one rank's must not raise while others are told."""
+    try:
+        message = str(error)
+    except Exception as another:
+        message = f"(its message cannot be read: {type(another).__name__})"
+    return f"{type(error).__name__}: {message}"
+
+
 class LockstepError(RuntimeError):
     """Base of every error that a run (not its input) ends with."""
 

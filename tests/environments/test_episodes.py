@@ -14,7 +14,7 @@ from helpers_rollout import plain_logprobs, sharp_llama
 from lockstep.data.prompts import Prompt
 from lockstep.dist import World
 from lockstep.episodes import Episodes
-from lockstep.errors import ConfigError, DataError, EpisodeError, LockstepError, StaleWeights
+from lockstep.errors import ConfigError, EpisodeError, LockstepError, StaleWeights
 from lockstep.rollout.hf import HFEngine
 from lockstep.testing import run_ranks
 from lockstep.types import Draw, Sample, Sampling
@@ -197,7 +197,9 @@ def test_openings_that_differ_within_a_group_or_are_too_long_are_refused():
         type(stage)(stage.config, stage.kind, stage.observations, stage.tokenizer, stage.prompt.model_copy(update={"max_tokens": 3})),
         Scripted(lambda *_: ("1", "stop")), world=World(), max_len=None,
     )  # fmt: skip
-    with pytest.raises(DataError, match=r"train-0: the prompt has 9 tokens, data\.prompt\.max_tokens is 3"):
+    with pytest.raises(
+        EpisodeError, match=r"reset: its messages are no prompt: train-0: they have 9 tokens, .* is 3; raise"
+    ):
         short(make_prompts(1), SAMPLING, num_samples=1, draw=DRAW)
 
 
@@ -210,10 +212,16 @@ def test_openings_that_differ_within_a_group_or_are_too_long_are_refused():
         ("nan", r"step: expected a finite number as the turn's reward; nan came"),
         ("silent", r"step: expected a list of at least one message; \(\) came"),
         ("done", r"step: expected True or False as the turn's done; 'no' came"),
-        ("uncopied", r"step: a message cannot be copied; \{'role'.*lock.* came"),
+        ("uncopied", r"step: messages of plain values are expected; \[\{'role'.*lock.* came"),
         ("name", r"half of a surrogate pair.*'\\ud83d' came"),
+        (
+            "cycle",
+            r"step: messages of plain values are expected; \[\{'role': 'user', 'content': 'a', 'self': \{\.\.\.\}\}\] came",
+        ),
+        ("words", r"step raised ValueError: \ud83d"),
+        ("unsayable", r"step raised Unsayable: \(its message cannot be read: ZeroDivisionError\)"),
         ("base", "step raised CancelledError"),
-        ("long", r"step raised ValueError: x{600}\.\.\. \(999400 more characters\)"),
+        ("long", r"step raised ValueError: x{588}\.\.\. \(999412 more characters\)"),
         ("text", r"step: expected a list of at least one message; 'hello' came"),
         ("huge", r"expected a finite number as the turn's reward; 1000+ came"),
         ("info", "expected a mapping as the turn's info; None came"),
@@ -296,21 +304,33 @@ def play_for_real(world: World) -> dict[str, Any]:
     calls.clear()
     few = [prompts[0]] if world.rank == 0 else []
     out["idle"] = len(episodes(few, Sampling(max_new_tokens=6), num_samples=1, draw=Draw(3, 1))), list(calls)
-    broken = make_episodes("Broken", generate, world=world, args={"how": "raise" if world.rank == 0 else "fine"})
-    try:
-        broken(few, Sampling(max_new_tokens=6), num_samples=4, draw=Draw(3, 1))
-    except LockstepError as error:
-        out["error"] = type(error).__name__, str(error)
+    out["errors"] = {how: fail_on_one(world, generate, how) for how in FAILURES}
     return out
+
+
+FAILURES = ("raise", "words", "unsayable", "base", "hang", "close")
+
+
+def fail_on_one(world: World, generate: Any, how: str) -> tuple[str, str]:
+    """What this rank says when rank 0's environment goes wrong so."""
+    told = {"how": how if world.rank == 0 else "fine"}
+    broken = make_episodes("Broken", generate, world=world, args=told, timeout_s=0.3 if how == "hang" else 60)
+    try:
+        broken(make_prompts(2), Sampling(max_new_tokens=6), num_samples=4, draw=Draw(3, 1, 2 * world.rank))
+    except LockstepError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError(f"{how}: nobody has said anything")
 
 
 def test_two_ranks_play_what_one_plays_and_the_trainer_scores_what_the_engine_said():
     alone = play_for_real(World())
     ranks = run_ranks(2, play_for_real)
-    assert alone["error"][0] == ranks[0]["error"][0] == "EpisodeError"
-    assert (
-        ranks[1]["error"][0] == "LockstepError" and "rank 0 failed in environment: EpisodeError" in ranks[1]["error"][1]
-    )
+    assert [name for name, _ in alone["errors"].values()] == ["EpisodeError"] * len(FAILURES)
+    for how, (name, said) in ranks[0]["errors"].items():
+        other, repeated = ranks[1]["errors"][how]
+        assert (name, other) == ("EpisodeError", "LockstepError")
+        assert f": EpisodeError: {said}".encode(errors="backslashreplace").decode() in repeated
+        assert repeated.startswith("rank 0 failed in " + ("closing environments" if how == "close" else "environment"))
     assert ranks[0]["calls"] == ranks[1]["calls"] == alone["calls"] == [0, 1, 2]
     assert ranks[0]["idle"][1] == ranks[1]["idle"][1] and (ranks[0]["idle"][0], ranks[1]["idle"][0]) == (1, 0)
     both = ranks[0]["samples"] | ranks[1]["samples"]

@@ -80,3 +80,22 @@ def test_resume_removes_later_steps(tmp_path: Path):
         "step-000010.jsonl",
         "step-notes.jsonl",
     ]
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise OSError("no words")
+
+
+def test_what_can_be_neither_shown_nor_encoded_does_not_end_the_run(tmp_path: Path):
+    episode = Episode(
+        (), (0.0,), "done", ({"half": "a \ud83d", "\ud83d": 1, "odd": [Unshown()], "odd too": {(1,): Unshown()}},)
+    )
+    scored = make_scored(0)
+    scored = replace(scored, sample=replace(scored.sample, episode=episode))
+    SampleWriter(RunDir(tmp_path), limit=1).write(1, [scored])
+    entry = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(encoding="utf-8"))
+    said = "a Unshown that cannot be shown (OSError)"
+    assert entry["info"] == [
+        {"half": "a \ud83d", "\ud83d": 1, "odd": [said], "odd too": "a dict that cannot be shown (OSError)"}
+    ]

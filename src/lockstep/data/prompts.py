@@ -94,7 +94,10 @@ def encode_opening(
     plain = _plain_text(prompt, tokenizer)
     rendered = _render(list(messages), prompt, tokenizer=tokenizer, uid=row.uid, plain=plain)
     ids = rendered.ids or _encode([rendered.text], prompt, tokenizer)[0]
-    _fits(ids, prompt.model_copy(update={"on_too_long": "error"}), row.uid)  # raises where they do not
+    if not _fits(ids, prompt.model_copy(update={"on_too_long": "drop"}), row.uid):
+        raise DataError(
+            f"{row.uid}: they have {len(ids)} tokens, data.prompt.max_tokens is {prompt.max_tokens}; raise it, or say less"
+        )
     return replace(row, ids=tuple(ids), text=rendered.text)
 
 

@@ -16,7 +16,7 @@ import torch
 from lockstep.config import RewardConfig
 from lockstep.data.reward_calls import RewardCall, resolve_reward
 from lockstep.data.time_limit import CallFailed, CallTimedOut, call_all
-from lockstep.errors import RewardError
+from lockstep.errors import RewardError, said_by
 from lockstep.types import Sample, ScoredSample
 
 _SHOWN_CHARACTERS = 600
@@ -83,7 +83,7 @@ def _values(reward: _Reward, samples: Sequence[Sample]) -> list[float]:
         error = failed.__cause__
         shown = f"in a batch of {len(samples)} samples, the first of them" if call.is_batched else "on this sample"
         raise RewardError(
-            f"reward {reward.label!r} raised {type(error).__name__}: {error}; {shown}:{_show(samples[failed.index])}"
+            f"reward {reward.label!r} raised {said_by(error)}; {shown}:{_show(samples[failed.index])}"
         ) from error
     values = _one_per_sample(results[0], reward.label, samples) if call.is_batched else results
     return [_number(value, reward.label, sample) for value, sample in zip(values, samples, strict=True)]

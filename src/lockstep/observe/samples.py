@@ -33,7 +33,9 @@ class SampleWriter:
         """Raises `CheckpointError` when the disk refuses."""
         if self._limit and scored:
             lines = [json.dumps(sample_entry(item), ensure_ascii=False) + "\n" for item in scored[: self._limit]]
-            atomic_write_text(self._folder / f"{_PREFIX}{step:06d}.jsonl", "".join(lines))
+            # Half of a surrogate pair, in somebody's info, is no UTF-8; with a backslash it is JSON.
+            text = "".join(lines).encode(errors="backslashreplace").decode()
+            atomic_write_text(self._folder / f"{_PREFIX}{step:06d}.jsonl", text)
 
 
 def sample_entry(item: ScoredSample) -> dict[str, Any]:
@@ -77,6 +79,13 @@ def _printable(info: Mapping[str, Any]) -> Any:
 
 def _printable_value(value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value, default=repr, allow_nan=False))
+        return json.loads(json.dumps(value, default=_shown, allow_nan=False))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, NaN, what holds itself
+        return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    try:
         return repr(value)
+    except Exception as error:  # the step is done, and its log is no reason to end the run
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
