@@ -229,7 +229,7 @@ class Episodes:
         if not isinstance(turn.info, Mapping):
             self._fail(f"step: expected a mapping as the turn's info; {_shown(turn.info)} came", episode)
 
-    def _own_messages(self, messages: Any, method: str, episode: _Episode) -> list[Message]:
+    def _own_messages(self, messages: Any, method: str, episode: _Episode) -> Sequence[Message]:
         """Checked, and copied: what an environment does to them later is not in the sample."""
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
             self._fail(
@@ -274,7 +274,7 @@ class Episodes:
                 episodes[late.index],
             )
         except CallFailed as failed:
-            error = failed.__cause__
+            error = failed.__cause__ or failed
             self._fail(f"{method} raised {_clip(said_by(error))}", episodes[failed.index], cause=error)
 
     @contextlib.contextmanager

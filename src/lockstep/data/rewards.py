@@ -80,7 +80,7 @@ def _values(reward: _Reward, samples: Sequence[Sample]) -> list[float]:
             f"make it faster or raise timeout_s; {shown}:{_show(samples[late.index])}"
         ) from None
     except CallFailed as failed:
-        error = failed.__cause__
+        error = failed.__cause__ or failed
         shown = f"in a batch of {len(samples)} samples, the first of them" if call.is_batched else "on this sample"
         raise RewardError(
             f"reward {reward.label!r} raised {said_by(error)}; {shown}:{_show(samples[failed.index])}"
