@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    OpenAIGPTConfig,
     Qwen3Config,
     Qwen3NextConfig,
     T5Config,
@@ -209,6 +210,7 @@ def kernel(config, name="sdpa"):
         (kernel(BloomConfig()), "packed", "ALiBi"),
         (kernel(FalconConfig(alibi=True)), "packed", "ALiBi"),
         (kernel(T5Config()), "packed", "encoder-decoder"),
+        (kernel(OpenAIGPTConfig()), "shared_prefix", "its own causal mask"),
     ],
 )
 def test_layouts_that_a_model_would_compute_wrongly_are_refused(config, mode, reason):

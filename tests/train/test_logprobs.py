@@ -10,7 +10,15 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    RecurrentGemmaConfig,
+)
 
 from helpers_train import PLAIN, adapt, item, largest_gap, make_items, whole_gradients
 from lockstep.data.packing import MicroBatch, dummy_micro_batch, pack
@@ -307,26 +315,33 @@ def test_the_softmax_is_in_fp32_whatever_the_models_dtype():
     torch.testing.assert_close(logprobs, one_by_one(model, items), atol=8e-3, rtol=0)
 
 
-def test_logits_that_the_model_caps_behind_its_head_are_capped():
-    config = Gemma2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=0.05,
-        attn_logit_softcapping=None,
-    )
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+RECURRENT = SMALL | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        (Gemma2Config(**SMALL, final_logit_softcapping=0.05, attn_logit_softcapping=None), "packed"),
+        (RecurrentGemmaConfig(**RECURRENT, logits_soft_cap=0.05), "padded"),
+    ],
+)
+def test_logits_that_the_model_caps_behind_its_head_are_capped(config, mode):
     torch.manual_seed(0)
-    model = Gemma2ForCausalLM(config).eval()
-    model.set_attn_implementation("eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     items = make_items(2, 3)
     expected = one_by_one(model, items)
     assert (expected + math.log(64)).abs().max() < 0.1  # so near to uniform only by the cap
     for chunk_tokens in (4, 1024):
-        logprobs = token_logprobs(model, one_batch(items, "packed"), sampling=PLAIN, chunk_tokens=chunk_tokens).logprobs
+        logprobs = token_logprobs(model, one_batch(items, mode), sampling=PLAIN, chunk_tokens=chunk_tokens).logprobs
         torch.testing.assert_close(logprobs, expected, atol=EXACT_ARITHMETIC, rtol=0)
 
 

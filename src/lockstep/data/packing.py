@@ -159,6 +159,8 @@ def _refusal(text: Any, mode: Packing) -> str:
         return "recurrent or sparse layers carry one item's state into the next"
     if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
         return "its ALiBi bias ignores position_ids"
+    if text.model_type == "openai-gpt":
+        return "its attention makes its own causal mask and takes no other"
     if mode == "packed":
         return ""
     if kernel not in ("sdpa", "eager", "flex_attention"):

@@ -36,6 +36,7 @@ from lockstep.types import Sampling, TrainItem
 
 CHANGES_LOGITS = (
     "final_logit_softcapping",
+    "logits_soft_cap",
     "logit_scale",
     "logits_scaling",
     "output_multiplier",
