@@ -11,27 +11,22 @@ from torch.distributed.tensor import DTensor
 
 from helpers_data import tiny_tokenizer
 from helpers_loop import recipe
-from helpers_train import PLAIN, adapt, make_actor, make_items
+from helpers_train import make_actor, make_items
 from lockstep.assemble import assemble
 from lockstep.config import Config, LoraSection, TrainConfig, build_config
-from lockstep.data.packing import pack
 from lockstep.dist import World
 from lockstep.loop import share
 from lockstep.model.load import build_empty, find_model
 from lockstep.model.lora import inject_lora
 from lockstep.plan_memory import Layout, model_use
-from lockstep.plan_peaks import LiveBytes, measure_logits, measure_step
 from lockstep.plan_phases import fullest_rank, run_use
 from lockstep.plan_run import build_run, plan_model
 from lockstep.sharding.fill import fill
 from lockstep.sharding.plan import plan_sharding
 from lockstep.sharding.shard import shard
 from lockstep.testing import run_ranks, tiny_llama
-from lockstep.train.distill import Distillation
 from lockstep.train.learn import learn
-from lockstep.train.logprobs import token_logprobs
-from lockstep.train.optim import Optimizer
-from lockstep.types import Draw, Sampling
+from lockstep.types import Draw
 
 SMALL = {
     "micro_batch_tokens": 30,
@@ -286,62 +281,3 @@ def test_full_weights_and_offloaded_state_are_as_planned(counted, folders, case)
     told = model_use("policy", "", layout, rank, train=TrainConfig(), offloads=offloads)
     check(told, counted[1][rank][str(case)], offloads=offloads)
     assert (told.step > told.optimizer_host) if offloads else told.step > 0
-
-
-VOCABULARY = 2048
-SCORING: list[dict[str, Any]] = [
-    {},
-    {"sampling": Sampling(temperature=0.7, top_p=0.9)},
-    {"entropy_gradient": True},
-    {"chunk_tokens": 16},
-    {"chunk_tokens": 16, "sampling": Sampling(temperature=0.7, top_k=5), "entropy_gradient": True},
-    {"dtype": torch.bfloat16},
-]
-
-
-@pytest.mark.parametrize("how", SCORING, ids=str)
-def test_chunks_of_logits_are_as_many_as_measured_on_a_few_rows(how):
-    told = {"sampling": PLAIN, "entropy_gradient": False, "chunk_tokens": 1024, "dtype": torch.float32, **how}
-    model = adapt(tiny_llama(vocab_size=VOCABULARY)).to(told["dtype"])
-    (batch,) = pack(make_items(3, 4, vocab=VOCABULARY), mode="packed", max_tokens=8192, pad_id=0)
-    rows = min(told["chunk_tokens"], batch.num_tokens)
-    scoring = {key: value for key, value in told.items() if key != "dtype"}
-    with LiveBytes(model.parameters(), at_least=rows * VOCABULARY) as live:
-        scored = token_logprobs(model, batch, with_entropy=True, **scoring)
-        (scored.logprobs.sum() + (scored.entropy.sum() if told["entropy_gradient"] else 0)).backward()
-    measured = measure_logits(num_tokens=batch.num_tokens, vocabulary=VOCABULARY, distillation=None, **told)
-    assert measured.rows == rows
-    # A nucleus is looked for among as many sorted tokens as it takes: of random weights, and of the measurement's equal ones, all.
-    assert measured.nbytes == live.peak
-    assert 3 <= measured.num_live <= 8
-
-
-def test_a_teachers_whole_vocabulary_takes_chunks_of_its_own():
-    how: dict[str, Any] = {
-        "num_tokens": 100,
-        "chunk_tokens": 1024,
-        "vocabulary": VOCABULARY,
-        "dtype": torch.float32,
-        "sampling": PLAIN,
-        "entropy_gradient": False,
-    }
-    plain, whole, top, sampled = (
-        measure_logits(**how, distillation=kind and Distillation(1.0, kind)).num_live
-        for kind in (None, "whole", "top_k", "sampled")
-    )
-    assert whole >= plain + 1 and plain == sampled <= top
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,)], ids=str)
-def test_a_step_makes_as_much_as_measured_on_a_few_elements(dtypes):
-    params = [torch.nn.Parameter(torch.randn(numel).to(dtypes[0])) for numel in (50, 300, 4000)]
-    optimizer = Optimizer([(str(place), each) for place, each in enumerate(params)], train=TrainConfig(), num_steps=2)
-    optimizer.step(0.1)
-    known = [
-        *params,
-        *(each.grad for each in params),
-        *(slot for each in params for slot in optimizer.torch.state[each].values()),
-    ]
-    with LiveBytes(known, at_least=50) as live:
-        optimizer.step(0.1)
-    assert live.peak == round(measure_step(dtypes, train=TrainConfig()) * 4350)

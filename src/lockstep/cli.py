@@ -37,7 +37,8 @@ lockstep: RL post-training for LoRA adapters on PyTorch FSDP.
                  [--print-config]
   lockstep eval  RECIPE [key.sub=value ...] [--nproc N]
                  [--adapter DIR | --base] [--template T ...] [--print-config]
-  lockstep plan  MODEL_OR_CONFIG --world-size N [--json] [options]
+  lockstep plan  RECIPE [key.sub=value ...] | MODEL_OR_CONFIG
+                 [--world-size N] [--json] [options]
   lockstep train --help, lockstep eval --help, lockstep plan --help,
   lockstep --version
 

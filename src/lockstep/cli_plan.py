@@ -11,13 +11,14 @@ from lockstep.errors import ConfigError
 from lockstep.launch import import_late
 
 _ABOUT = """\
-Show how a model would be sharded and what its exports would cost, from its configuration alone:
-no weights, no ranks, seconds. Figures are exact for parameters; see docs/plan.md."""
+Show what each rank of a recipe's run would hold: policy, critic, teacher, engine, and the largest
+temporary; or, of a model's configuration, how it would be sharded and what its exports would cost.
+No weights, no ranks, seconds; docs/plan.md says what is exact and what is not counted."""
 
 
 def run_plan(words: Sequence[str]) -> int:
     """Print the plan. Raises `ConfigError` or `ModelError` for what was given wrongly."""
-    args = _parser().parse_args(words)
+    args = _parser().parse_intermixed_args(words)
     report_module = import_late("lockstep.plan_report")
     request = report_module.PlanRequest(
         source=args.source,
@@ -30,8 +31,9 @@ def run_plan(words: Sequence[str]) -> int:
         dtype=args.dtype,
         adapter_dtype=args.adapter_dtype,
         dtype_rule=args.dtype_rule,
-        bucket_bytes=args.bucket_mib << 20,
+        bucket_bytes=args.bucket_mib and args.bucket_mib << 20,
         wire_dtype=args.wire_dtype,
+        overrides=tuple(args.overrides),
     )
     report = report_module.make_report(request)
     print(
@@ -78,10 +80,16 @@ def _list(text: str) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lockstep plan", description=_ABOUT, allow_abbrev=False)
     parser.add_argument(
-        "source", metavar="MODEL_OR_CONFIG", help="folder with config.json, a file like it, or a recipe (.yaml)"
+        "source", metavar="RECIPE_OR_MODEL", help="a recipe (.yaml), a folder with config.json, or a file like that"
     )
-    parser.add_argument("--world-size", metavar="N", type=_positive, required=True, help="ranks to shard over")
-    parser.add_argument("--backend", choices=("fsdp2", "fsdp1"), default="fsdp2")
+    parser.add_argument(
+        "overrides",
+        metavar="key.sub=value",
+        nargs="*",
+        help="options on top of a recipe, e.g. train.offload_optimizer=true",
+    )
+    parser.add_argument("--world-size", metavar="N", type=_positive, default=1, help="ranks to shard over (1)")
+    parser.add_argument("--backend", choices=("fsdp2", "fsdp1"), help="default: the recipe's, or fsdp2")
     parser.add_argument(
         "--policy",
         metavar="P",
@@ -95,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-parameters", metavar="A,B", default="", help="endings of fused experts' parameters")
     parser.add_argument("--strip", metavar="A,B", default="", help="modules to take out first, e.g. talker,code2wav")
     _add_dtypes(parser)
-    parser.add_argument("--bucket-mib", metavar="N", type=_positive, default=64, help="size of an export's bucket (64)")
+    parser.add_argument(
+        "--bucket-mib", metavar="N", type=_positive, help="size of an export's bucket (default: the recipe's, or 64)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; docs/plan.md describes it")
     return parser
 
@@ -103,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_dtypes(parser: argparse.ArgumentParser) -> None:
     names = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=names, help="of the base (default: the recipe's or configuration's)")
-    parser.add_argument("--adapter-dtype", choices=names, default="float32", help="of the adapter (float32)")
+    parser.add_argument("--adapter-dtype", choices=names, help="of the adapter (float32)")
     parser.add_argument("--wire-dtype", choices=names, help="that floats are exported in (default: each tensor's own)")
     parser.add_argument(
         "--dtype-rule",

@@ -13,6 +13,7 @@ from lockstep.config import Config
 from lockstep.engines import DTYPES, make_sampling
 from lockstep.export.cost import ExportCost
 from lockstep.names import clean_name, is_adapter_name
+from lockstep.plan_activations import Activations, cache_bytes, most_tokens, run_activations
 from lockstep.plan_memory import Layout, ModelUse, model_use
 from lockstep.plan_peaks import LogitsUse, measure_logits
 from lockstep.plan_run import RunModels
@@ -27,6 +28,8 @@ class Phase:
     """What a part of a step has on the device beyond what is always there."""
 
     name: str
+    role: str
+    """Of the model whose work it is."""
     parts: tuple[tuple[str, int], ...]
 
     @property
@@ -42,6 +45,8 @@ class RunUse:
     device: str
     """cpu, or cuda where the recipe leaves it open."""
     models: tuple[ModelUse, ...]
+    activations: Mapping[str, Activations]
+    """By role, of those that are computed in an update."""
     logits: LogitsUse
     has_many_micro_batches: bool
     """Can a rank's part of an update be more than train.micro_batch_tokens? Gradients are then whole until the last one."""
@@ -83,18 +88,24 @@ def run_use(run: RunModels, plans: Sequence[ShardingPlan], num_ranks: int, *, ex
         for each, layout in zip(run.sharded, layouts, strict=True)
     }
     logits = _logits(config, run.sharded[0].model, num_ranks)
-    many = _has_many_micro_batches(config, num_ranks)
-    phases = _updates(models, logits.nbytes, many=many, held=_teachers_head(run, layouts))
+    # What environments say is not of this length.
+    many = config.environment is not None or most_tokens(config, num_ranks) > config.train.micro_batch_tokens
+    activations = run_activations(run, num_ranks)
+    phases = _updates(models, _Backward(config, activations, many), logits.nbytes, held=_teachers_head(run, layouts))
     phases.append(_export(config, plans[0], exports))
-    engine = [] if run.engine is None else [_engine_use(run, plans[0])]
+    engine, cache = [], None
+    if run.engine is not None:
+        engine, cache = [_engine_use(run, plans[0])], cache_bytes(run, num_ranks)
+        phases.append(Phase("samples", "engine", (("key-value cache", cache or 0),)))
     return RunUse(
         rank=rank,
         device="cpu" if config.run.device == "cpu" else "cuda",
         models=(*models.values(), *engine),
+        activations=activations,
         logits=logits,
         has_many_micro_batches=many,
         phases=tuple(phases),
-        not_counted=_not_counted(run),
+        not_counted=_not_counted(run, activations, has_cache=cache is not None),
         warnings=run.warnings,
     )
 
@@ -116,27 +127,58 @@ def _trained_numel(layout: Layout, rank: int) -> int:
     return total
 
 
-def _updates(models: Mapping[str, ModelUse], logits: int, *, many: bool, held: int) -> list[Phase]:
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """What the updates have in common."""
+
+    config: Config
+    activations: Mapping[str, Activations]
+    has_many: bool
+
+    def gradients(self, model: ModelUse) -> int:
+        """Whole in backward, a unit's at a time; with several micro-batches all of them are, until the last one."""
+        return model.whole_gradients if self.has_many else model.gradients + model.largest_gradient
+
+    def saved(self, role: str) -> int:
+        """Of activations, on the device."""
+        moves = self.config.train.offload_activations and self.config.run.device != "cpu"
+        return 0 if moves else self.activations[role].saved
+
+    def most(self, role: str) -> int:
+        return self.activations[role].peak - self.activations[role].saved + self.saved(role)
+
+
+def _updates(models: Mapping[str, ModelUse], backward: _Backward, logits: int, *, held: int) -> list[Phase]:
     """`held`: what a teacher keeps whole until the policy has gone back."""
     policy = models["policy"]
-    parts = [*_backward(policy, many=many), ("logits", logits)]
-    phases = [Phase("update of the policy", tuple([*parts, ("the teacher's head", held)] if held else parts))]
+    base = [("gathered", policy.gathered.nbytes), ("gradients", backward.gradients(policy))]
+    base += [("the teacher's head", held)] if held else []
+    phases = [
+        Phase(
+            "update of the policy, at its logits",
+            "policy",
+            (*base, _named(backward.saved("policy")), ("logits", logits)),
+        ),
+        Phase("update of the policy, in its layers", "policy", (*base, _named(backward.most("policy")))),
+    ]
     if "teacher" in models:
-        kept = [("gradients", policy.whole_gradients)] if many else []
-        phases.append(Phase("the teacher's answers", (("gathered", models["teacher"].gathered.nbytes), *kept)))
+        kept = [("gradients", policy.whole_gradients)] if backward.has_many else []
+        parts = (("gathered", models["teacher"].gathered.nbytes), *kept, _named(backward.most("teacher")))
+        phases.append(Phase("the teacher's answers", "teacher", parts))
     if "critic" in models:
-        phases.append(Phase("update of the critic", _backward(models["critic"], many=many)))
+        critic = models["critic"]
+        made = [_named(backward.most("critic"))] if "critic" in backward.activations else []
+        parts = (("gathered", critic.gathered.nbytes), ("gradients", backward.gradients(critic)), *made)
+        phases.append(Phase("update of the critic", "critic", parts))
     for each in models.values():
         if each.role != "teacher":
-            made = (("gradients", each.gradients), ("made by the step", each.step))
-            phases.append(Phase(f"optimizer step of the {each.role}", made))
+            parts = (("gradients", each.gradients), ("made by the step", each.step))
+            phases.append(Phase(f"optimizer step of the {each.role}", each.role, parts))
     return phases
 
 
-def _backward(model: ModelUse, *, many: bool) -> tuple[tuple[str, int], ...]:
-    """Gradients are whole in backward, a unit's at a time; with several micro-batches all of them are, until the last one."""
-    gradients = model.whole_gradients if many else model.gradients + model.largest_gradient
-    return ("gathered", model.gathered.nbytes), ("gradients", gradients)
+def _named(nbytes: int) -> tuple[str, int]:
+    return "activations", nbytes
 
 
 def _export(config: Config, plan: ShardingPlan, exports: Sequence[ExportCost]) -> Phase:
@@ -145,7 +187,7 @@ def _export(config: Config, plan: ShardingPlan, exports: Sequence[ExportCost]) -
     kinds = ("adapter", "merged") if mode == "auto" else (mode,)
     extra = [cost.extra_bytes for cost in exports if cost.kind in kinds and (cost.to == "all") != shared]
     staged = 0 if shared or mode == "merged" else _adapter_bytes(plan)
-    return Phase("weights to the engine", (("export", max(extra, default=0)), ("the new adapter", staged)))
+    return Phase("weights to the engine", "policy", (("export", max(extra, default=0)), ("the new adapter", staged)))
 
 
 def _engine_use(run: RunModels, policy: ShardingPlan) -> ModelUse:
@@ -186,9 +228,11 @@ def _teachers_head(run: RunModels, layouts: Sequence[Layout]) -> int:
 
 
 def _logits(config: Config, policy: Any, num_ranks: int) -> LogitsUse:
-    head = policy.get_output_embeddings()
+    head, rollout = policy.get_output_embeddings(), config.rollout
+    turns = config.environment.max_turns if config.environment else 1
+    sampled = -(-rollout.prompts_per_step // num_ranks) * rollout.group_size * rollout.max_new_tokens * turns
     return measure_logits(
-        num_tokens=min(config.train.micro_batch_tokens, _most_tokens(config, num_ranks, with_prompts=False)),
+        num_tokens=min(config.train.micro_batch_tokens, sampled),
         chunk_tokens=CHUNK_TOKENS,
         vocabulary=getattr(head, "base_layer", head).weight.shape[0],
         dtype=DTYPES[config.model.dtype],
@@ -198,77 +242,22 @@ def _logits(config: Config, policy: Any, num_ranks: int) -> LogitsUse:
     )
 
 
-def _has_many_micro_batches(config: Config, num_ranks: int) -> bool:
-    """What environments say is of no known length."""
-    most = _most_tokens(config, num_ranks, with_prompts=True)
-    return config.environment is not None or most > config.train.micro_batch_tokens
-
-
-def _most_tokens(config: Config, num_ranks: int, *, with_prompts: bool) -> int:
-    """Of a rank's samples in a step."""
-    rollout, environment = config.rollout, config.environment
-    sampled = rollout.max_new_tokens * (environment.max_turns if environment else 1)
-    prompt = config.data.prompt.max_tokens if with_prompts else 0
-    return -(-rollout.prompts_per_step // num_ranks) * rollout.group_size * (prompt + sampled)
-
-
-def _not_counted(run: RunModels) -> tuple[str, ...]:
+def _not_counted(run: RunModels, activations: Mapping[str, Activations], *, has_cache: bool) -> tuple[str, ...]:
     config, policy = run.config, run.sharded[0].model
-    out = [
-        f"activations of a micro-batch (train.micro_batch_tokens={config.train.micro_batch_tokens})",
+    out = [f"activations of the {role}: {each.refused}" for role, each in activations.items() if each.refused]
+    out += [
         "workspaces of kernels and collectives, and freed memory that an allocator keeps",
-        "what a start takes: adapters are made on the host on every rank, and an embedded engine's model is read there",
+        "what a start takes on the host of every rank: whole adapters"
+        + ("" if run.engine is None else ", and the engine's whole model"),
     ]
     if run.engine is None:
         out.append(f"the {config.rollout.engine} servers' own memory")
     else:
-        out.append(f"the engine's key-value cache (at most rollout.batch_tokens={config.rollout.batch_tokens} tokens)")
+        out.append("activations while the engine samples" + ("" if has_cache else ", and its key-value cache"))
+    if config.train.offload_activations and config.run.device != "cpu":
+        out.append("activations in host memory (train.offload_activations)")
     if changes_logits(policy):
         out.append("logits of a whole micro-batch, which this model changes behind its head")
     if config.critic is not None and config.critic.kind == "head":
         out.append("hidden states of a step's completion tokens, which the critic's head reads")
     return tuple(out)
-
-
-def as_json(use: RunUse) -> dict[str, Any]:
-    """Plain values under fixed keys (docs/plan.md), sizes in bytes."""
-    return {
-        "rank": use.rank,
-        "device": use.device,
-        "models": [_model_json(each) for each in use.models],
-        "logits": {
-            "rows": use.logits.rows,
-            "vocabulary": use.logits.vocabulary,
-            "chunk_bytes": use.logits.chunk_bytes,
-            "num_chunks": use.logits.num_live,
-            "nbytes": use.logits.nbytes,
-        },
-        "has_many_micro_batches": use.has_many_micro_batches,
-        "phases": [{"name": each.name, "nbytes": each.nbytes, "parts": dict(each.parts)} for each in use.phases],
-        "resident": {"device": use.resident, "host": use.host},
-        "largest_phase": use.largest_phase.name,
-        "peak": use.peak,
-        "not_counted": list(use.not_counted),
-        "warnings": list(use.warnings),
-    }
-
-
-def _model_json(use: ModelUse) -> dict[str, Any]:
-    gathered = use.gathered
-    return {
-        "role": use.role,
-        "path": use.path,
-        "backend": use.backend,
-        "parameters": use.parameters,
-        "reference": use.reference,
-        "buffers": use.buffers,
-        "gradients": {"reduced": use.gradients, "whole": use.whole_gradients},
-        "optimizer": {"device": use.optimizer, "host": use.optimizer_host, "step": use.step},
-        "gathered": {
-            "root": gathered.root,
-            "unit": gathered.unit,
-            "unit_bytes": gathered.unit_bytes,
-            "next_bytes": gathered.next_bytes,
-            "nbytes": gathered.nbytes,
-        },
-    }

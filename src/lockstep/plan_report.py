@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import plan_phases
 from lockstep.config import Config, LoraSection, build_config, load_config
 from lockstep.errors import ConfigError, ModelError
 from lockstep.export.cost import ExportCost, export_costs
@@ -26,6 +25,7 @@ from lockstep.model.strip import StripReport, strip
 from lockstep.names import is_adapter_name
 from lockstep.plan_phases import RunUse, run_use
 from lockstep.plan_run import Sharded, build_run, plan_model
+from lockstep.plan_run_json import run_json
 from lockstep.shard_model import Sharding
 from lockstep.sharding.plan import PlannedTensor, ShardingPlan, ShardUnit
 from lockstep.sharding.policy import LayerClasses, ModuleTree, Policy, missing_classes
@@ -235,7 +235,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
             "nbytes": report.stripped.nbytes,
             "kept": list(report.stripped.kept),
         },
-        "run": None if report.run is None else plan_phases.as_json(report.run),
+        "run": None if report.run is None else run_json(report.run),
     }
 
 

@@ -76,6 +76,9 @@ def plan_model(model: nn.Module, how: Sharding) -> Sharded:
 def build_run(config: Config, num_ranks: int) -> RunModels:
     """Reads configurations, tokenizers and adapters. Raises `ConfigError` or `ModelError` as the run does."""
     check_size(config, num_ranks)
+    if config.model.attention not in ("sdpa", "eager"):
+        # The kernel need not be installed where one plans, and changes nothing of what is held; activations are those of sdpa.
+        config = config.model_copy(update={"model": config.model.model_copy(update={"attention": "sdpa"})})
     search = _Search()
     files = search.find(config.model.path, "model.path")
     tokenizer = search.tokenizer(files)
@@ -88,7 +91,7 @@ def build_run(config: Config, num_ranks: int) -> RunModels:
     ]
     engine = None
     if config.rollout.engine == "hf":
-        engine = build_empty(files, dtype=DTYPES[engine_dtype(config)], attention="sdpa")
+        engine = build_empty(files, dtype=DTYPES[engine_dtype(config)], attention=config.model.attention)
     return RunModels(config, tuple(models), engine, tuple(dict.fromkeys(search.warnings)))
 
 
@@ -116,7 +119,7 @@ class _Search:
             return None
 
     def warn(self, error: ModelError, but: str = "") -> None:
-        self.warnings.append(f"a run would stop: {error}{but}")
+        self.warnings.append(f"a run would stop: {' '.join(str(error).split())}{but}")
 
 
 def _critic(

@@ -9,6 +9,8 @@ from itertools import groupby
 
 from lockstep.export.cost import ExportCost
 from lockstep.model.dtype import DtypeFinding
+from lockstep.plan_memory import Gathered, ModelUse
+from lockstep.plan_phases import Phase, RunUse
 from lockstep.plan_report import BUCKET_BYTES, PlanReport, backend_of
 from lockstep.sharding.plan import ShardUnit
 from lockstep.sharding.sizes import unit_shard_bytes
@@ -21,7 +23,8 @@ def as_text(report: PlanReport) -> str:
     """Units of equal size and numbered names stand in one line; nothing else is left out."""
     head = [line for note in _head(report) for line in _wrap(note)]
     notes = [line for note in _notes(report) for line in _wrap(note)]
-    return "\n".join([*head, "", *_units(report), "", *_exports(report), "", *notes])
+    run = ["", *_run(report.run)] if report.run else []
+    return "\n".join([*head, "", *_units(report), "", *_exports(report), "", *notes, *run])
 
 
 def size_text(nbytes: int) -> str:
@@ -46,7 +49,7 @@ def _head(report: PlanReport) -> list[str]:
     shards = [report.shard_bytes(rank) for rank in range(request.world_size)]
     spread = "" if min(shards) == max(shards) else f" at most, {size_text(min(shards))} at least"
     return [
-        f"{report.model_class} from {request.source}, {request.backend}, {request.world_size} ranks",
+        f"{report.model_class} from {request.source}, {request.backend}, {request.world_size} rank{'s' * (request.world_size > 1)}",
         f"parameters  {total:,}, {trainable:,} of them trainable; {size_text(sum(unit.nbytes for unit in plan.units))}",
         f"each rank   {size_text(max(shards))} of parameters{spread}"
         f", and every buffer: {size_text(sum(tensor.nbytes for tensor in plan.buffers))}",
@@ -106,6 +109,56 @@ def _export_line(cost: ExportCost) -> str:
         f"{cost.kind:9}{cost.to:8}{size_text(cost.nbytes):>14}{size_text(cost.received_max):>18}"
         f"{size_text(cost.received_total):>18}{cost.num_exchanges:>13}{size_text(cost.extra_bytes):>16}"
     )
+
+
+def _run(use: RunUse) -> list[str]:
+    """What the run holds, on top of what comes and goes; the largest of that counts."""
+    where = "on the CPU" if use.device == "cpu" else "on its device"
+    lines = [
+        f"the run, {where}, on rank {use.rank} (none holds more):",
+        f"{'model':9}{'parameters':>15}{'buffers':>13}{'optimizer':>15}{'in host memory':>17}{'gradients':>15}{'whole':>15}",
+        *(_model_line(each) for each in use.models),
+        "",
+    ]
+    frozen = sum(each.reference for each in use.models)
+    notes = [
+        f"always there    {size_text(use.resident)}, and {size_text(use.host)} in host memory",
+        *([f"                of it {size_text(frozen)} the reference's adapter"] if frozen else []),
+        "on top          the largest of these:",
+        *(f"  {each.name}: {size_text(each.nbytes)}{_parts(each, use)}" for each in use.phases),
+        f"at most         {size_text(use.peak)}",
+        f"not counted     {'; '.join(use.not_counted)}",
+        *(f"warning         {each}" for each in use.warnings),
+    ]
+    return [*lines, *(line for note in notes for line in _wrap(note))]
+
+
+def _model_line(use: ModelUse) -> str:
+    sizes = (use.parameters, use.buffers, use.optimizer, use.optimizer_host, use.gradients, use.whole_gradients)
+    return f"{use.role:9}" + "".join(
+        f"{size_text(nbytes):>{width}}" for nbytes, width in zip(sizes, (15, 13, 15, 17, 15, 15), strict=True)
+    )
+
+
+def _parts(phase: Phase, use: RunUse) -> str:
+    """Of a phase that is more than one thing."""
+    said = []
+    for name, nbytes in phase.parts:
+        more = ""
+        if name == "logits":
+            more = f" ({use.logits.num_live:g} x [{use.logits.rows}, {use.logits.vocabulary}] fp32)"
+        if name == "activations":
+            more = f" ({use.activations[phase.role].num_tokens} tokens)"
+        if name == "gathered":
+            more = f" ({_gathered(next(each for each in use.models if each.role == phase.role).gathered)})"
+        said += [f"{size_text(nbytes)} {name}{more}"] if nbytes else []
+    return f" = {' + '.join(said)}"
+
+
+def _gathered(gathered: Gathered) -> str:
+    if not gathered.unit:
+        return "every unit"
+    return f"the root, {gathered.unit}" + (", and the next unit" if gathered.next_bytes else "")
 
 
 def _notes(report: PlanReport) -> list[str]:
