@@ -66,6 +66,12 @@ def with_other_tokens(folder: Path, like: str) -> str:
     return reward_model(folder, like, tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text)))
 
 
+def with_few_positions(folder: Path, like: str) -> str:
+    config = AutoConfig.from_pretrained(like, num_labels=1, max_position_embeddings=8)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
 def adapter_of_another_base(folder: Path, like: str) -> str:
     adapt(tiny_llama(vocab_size=len(tiny_tokenizer()), hidden_size=64), seed=1).save_pretrained(folder)
     return str(folder)
@@ -77,6 +83,7 @@ def adapter_of_another_base(folder: Path, like: str) -> str:
         ("critic", "path", lambda folder, like: "nowhere", r"critic\.path 'nowhere' is not a folder"),
         ("critic", "path", lambda folder, like: reward_model(folder, like, labels=2), "has 2 labels, and a value model has one"),
         ("critic", "path", with_other_tokens, r"another tokenizer than the policy, whose token \d+ is 'a' \(there it is None\)"),
+        ("critic", "path", with_few_positions, r"may get 6 new ones \(rollout.max_new_tokens\), and the model of critic.path has 8"),
         ("critic", "lora", lambda folder, like: {"targets": ["q_prj"]}, r"critic\.lora\.targets: 'q_prj' matches no module"),
         ("teacher", "path", lambda folder, like: "nowhere", r"teacher\.path 'nowhere' is not a folder"),
         ("teacher", "adapter", lambda folder, like: "nowhere", r"teacher\.adapter 'nowhere' is not a PEFT folder"),
@@ -95,6 +102,13 @@ def test_a_critic_or_teacher_that_cannot_be_is_refused_before_any_model_is_loade
     sections = {section: given | {option: make(tmp_path / "made", model)}, **algorithm}
     with pytest.raises(LockstepError, match=said):
         assemble(build_config(recipe(model, tmp_path / "run", **sections)), World())
+
+
+def test_options_without_effect_are_told_at_the_start(model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lockstep.assemble.find_model", lambda path: find_model("nowhere"))
+    with pytest.raises(LockstepError, match="nowhere"):
+        assemble(build_config(recipe(model, tmp_path / "run", train={"kl_kind": "k2"})), World())
+    assert "train.kl_kind=k2: no effect, since train.kl_coef is 0" in caplog.text
 
 
 def test_a_reward_model_may_know_more_tokens_than_the_policy(model, tmp_path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.assemble_critic import build_critic, make_critic
 from lockstep.assemble_teacher import build_teacher, make_teacher
 from lockstep.checkpoint import CriticState, TrainState
-from lockstep.config import Config, DataConfig
+from lockstep.config import Config, DataConfig, without_effect
 from lockstep.data.order import PromptOrder
 from lockstep.data.packing import check_packing_supported
 from lockstep.data.prompts import encode_prompts
 from lockstep.data.rewards import RewardSet
+from lockstep.data.room import check_room, least, positions_of
 from lockstep.data.source import load_rows
 from lockstep.data.tasks import split_rows
 from lockstep.dist import World, all_or_none
@@ -113,6 +114,8 @@ def check_size(config: Config, num_ranks: int) -> None:
 def assemble(config: Config, world: World) -> Parts:
     """Collective. Everything that a training run needs, the adapter at its start values and the engine at the base's."""
     check_world(config, world)
+    for said in without_effect(config.train, num_steps=config.run.num_steps, has_teacher=config.teacher is not None):
+        log.warning(said)
     with all_or_none(world, "reading data and model"):
         rewards = RewardSet(config.reward), *eval_rewards(config)
         files = find_model(config.model.path)
@@ -124,13 +127,16 @@ def assemble(config: Config, world: World) -> Parts:
             check_held_out_room(stage, data.held_out, config.eval.max_new_tokens)
         empty_teacher = build_teacher(config, files, tokenizer)
         empty_critic = build_critic(config, files, tokenizer)
+        readers = {"teacher.path": empty_teacher, "critic.path": empty_critic}
+        others = {name: each.model.config for name, each in readers.items() if each is not None}
+        limits = {name: positions_of(each) for name, each in {"model.path": files.config, **others}.items()}
+        if stage is None:
+            check_prompts_fit(config, data, limits)
     sharded = make_sharded(config, files, world)
     engine, connect = start_engine(config, files, tokenizer, world)
     try:
         sampling = make_sampling(config, engine.eos_ids)
         pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-        readers = {"teacher.path": empty_teacher, "critic.path": empty_critic}
-        others = {name: each.model.config for name, each in readers.items() if each is not None}
         train = decide(config.train, sharded.module, world, sampling=sampling, pad_id=pad_id, others=others)
         config = config.model_copy(update={"train": train})
         sharded.settle()
@@ -161,7 +167,7 @@ def assemble(config: Config, world: World) -> Parts:
             canary_every=config.canary.every_steps,
             connect=connect,
         )
-        episodes = make_episodes(stage, serving, sharded)
+        episodes = make_episodes(stage, serving, world, limits=limits.values())
     except BaseException:
         engine.close()
         raise
@@ -218,17 +224,21 @@ def check_held_out_room(stage: Stage, held_out: dict[str, tuple[Prompt, ...]], m
         stage.check_room(prompts, key="eval.max_new_tokens", max_new_tokens=max_new_tokens)
 
 
-def make_episodes(stage: Stage | None, serving: Serving, sharded: ShardedModel) -> Episodes | None:
-    """No sample gets longer than the engine and the trainer's model can take."""
+def check_prompts_fit(config: Config, data: Data, limits: Mapping[str, int | None]) -> None:
+    """Before anything is loaded: what is trained on is read by all models (`limits`), what is only scored by the policy's."""
+    check_room(data.train, key="rollout.max_new_tokens", max_new_tokens=config.rollout.max_new_tokens, limits=limits)
+    policy = {"model.path": limits["model.path"]}
+    for prompts in data.held_out.values():
+        check_room(prompts, key="eval.max_new_tokens", max_new_tokens=config.eval.max_new_tokens, limits=policy)
+
+
+def make_episodes(
+    stage: Stage | None, serving: Serving, world: World, *, limits: Iterable[int | None]
+) -> Episodes | None:
+    """No sample gets longer than the engine and the models that read it (`limits`) can take."""
     if stage is None:
         return None
-    limits = [limit for limit in (serving.engine.abilities.max_len, positions_of(sharded)) if limit]
-    return Episodes(stage, serving.generate, world=sharded.world, max_len=min(limits, default=None))
-
-
-def positions_of(sharded: ShardedModel) -> int | None:
-    """Tokens that the model has positions for; None where its configuration does not say."""
-    return getattr(cast(Any, sharded.skeleton).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return Episodes(stage, serving.generate, world=world, max_len=least([serving.engine.abilities.max_len, *limits]))
 
 
 def make_canary(
@@ -254,7 +264,7 @@ def make_canary(
         prompts=probe_prompts(
             prompts,
             num_prompts=canary.num_prompts,
-            max_len=positions_of(sharded) or sys.maxsize,
+            max_len=positions_of(cast(Any, sharded.skeleton).config) or sys.maxsize,
             num_tokens=canary.num_tokens,
             **how_long,
         ),

@@ -39,10 +39,11 @@ from lockstep.sections_base import LoraSection, Section, is_section
 from lockstep.sections_critic import CriticConfig
 from lockstep.sections_environment import EnvironmentConfig
 from lockstep.sections_teacher import TeacherConfig
-from lockstep.sections_train import TrainConfig
+from lockstep.sections_train import CORRECTION_BOUNDS, TrainConfig, correction_bounds, without_effect
 from lockstep.yaml_text import read_yaml, write_yaml
 
 __all__ = [
+    "CORRECTION_BOUNDS",
     "CanaryConfig",
     "CheckpointConfig",
     "Config",
@@ -67,9 +68,11 @@ __all__ = [
     "TeacherConfig",
     "TrainConfig",
     "build_config",
+    "correction_bounds",
     "describe_options",
     "dump_config",
     "load_config",
+    "without_effect",
 ]
 
 

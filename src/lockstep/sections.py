@@ -306,6 +306,10 @@ class Config(Section):
             raise ValueError(
                 "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
             )
+        if self.rollout.top_k == 1:
+            raise ValueError(
+                "rollout.top_k is 1: samples of one prompt are all equal and teach nothing; use 0 (all tokens), or more"
+            )
         check_critic(
             self.critic,
             algorithm=self.train.algorithm,
@@ -324,6 +328,11 @@ class Config(Section):
         if self.train.algorithm not in ("reinforce_pp", "gae", "distill") and self.rollout.group_size < 2:
             raise ValueError(
                 f"rollout.group_size is 1: {self.train.algorithm} compares the samples of a group; use 2 or more"
+            )
+        if self.train.algorithm == "reinforce_pp" and self.rollout.group_size * self.rollout.prompts_per_step < 2:
+            raise ValueError(
+                "a step has one sample (rollout.prompts_per_step and rollout.group_size are 1), and reinforce_pp compares the samples "
+                "of a step; use 2 or more"
             )
         if self.train.mini_batches > self.rollout.prompts_per_step:
             raise ValueError(

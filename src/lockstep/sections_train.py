@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from lockstep.sections_base import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+CORRECTION_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "token_tis": (0.0, 2.0),
+    "sequence_tis": (0.0, 2.0),
+    "sequence_mask": (0.0, 3.0),
+    "icepop": (0.5, 5.0),
+    "geometric_reject": (0.999, 1.001),
+}
+"""Of p(trainer) / p(engine), where a recipe names none: verl's, TRL's (sequence_mask is its default) and Ring-1T's usual ones."""
 
 
 class TrainConfig(Section):
@@ -122,11 +132,63 @@ class TrainConfig(Section):
             raise ValueError(f"kl_kind={self.kl_kind} shapes a gradient, and a reward has none; use k1, k2 or k3")
         if self.correction == "none" and (self.correction_low is not None or self.correction_high is not None):
             raise ValueError("correction_low and correction_high bound a correction, and correction is none; name one")
-        low, high = self.correction_low, self.correction_high
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"correction_low={low} is above correction_high={high}")
+        if self.correction != "none":
+            _check_bounds(self.correction, *correction_bounds(self))
         if self.stop_kl and self.epochs * self.mini_batches == 1:
             raise ValueError(
                 "stop_kl has no effect with a single update per step; raise epochs or mini_batches, or leave it out"
             )
         return self
+
+
+def correction_bounds(train: TrainConfig) -> tuple[float, float]:
+    """Low and high: what the recipe says, and where it says nothing what is usual."""
+    low, high = CORRECTION_BOUNDS[train.correction]
+    return (
+        low if train.correction_low is None else train.correction_low,
+        high if train.correction_high is None else train.correction_high,
+    )
+
+
+def _check_bounds(correction: str, low: float, high: float) -> None:
+    if low > high:
+        raise ValueError(f"correction_low={low:g} is above correction_high={high:g} (correction: {correction})")
+    if not low <= 1 <= high:
+        raise ValueError(
+            f"correction_low={low:g} and correction_high={high:g} leave out the ratio 1 (correction: {correction}): tokens on which "
+            "engine and trainer agree would be cut or left out too; use bounds around 1"
+        )
+
+
+def without_effect(train: TrainConfig, *, num_steps: int, has_teacher: bool) -> list[str]:
+    """What a recipe asks for and does not get, a sentence each: said at the start of a run, since switching one option off (a KL's
+    weight, say) should not need others to be taken out."""
+    said = []
+    about_kl = {"kl_in": "loss", "kl_kind": "k3", "reference": "start"}
+    given = [f"{name}={getattr(train, name)}" for name, usual in about_kl.items() if getattr(train, name) != usual]
+    if given and train.kl_coef == 0:
+        said.append(f"train.{' and train.'.join(given)}: no effect, since train.kl_coef is 0 and there is no KL")
+    if train.warmup_steps > num_steps:
+        peak = train.lr * num_steps / train.warmup_steps
+        said.append(
+            f"train.warmup_steps={train.warmup_steps}: the run ends after run.num_steps={num_steps}, so the learning rate gets to "
+            f"{peak:g} and never to train.lr={train.lr:g}"
+        )
+    unused = ("clip_low", "clip_high", "clip_dual") if train.algorithm == "distill" else ()
+    given = [f"{name}={getattr(train, name):g}" for name in unused if getattr(train, name) is not None]
+    if train.algorithm == "distill" and train.correction.endswith("_tis"):
+        given.append(f"correction={train.correction}")
+    if given:
+        said.append(
+            f"train.{' and train.'.join(given)}: no effect, since algorithm: distill has no advantages to weigh"
+        )
+    if (
+        has_teacher
+        and train.drop_zero_std
+        and train.algorithm not in ("reinforce_pp", "reinforce_pp_baseline", "gae", "distill")
+    ):
+        said.append(
+            "train.drop_zero_std: groups whose rewards are all equal are left out, and nothing is learned from the teacher on them; "
+            "set it to false to learn from all"
+        )
+    return said

@@ -147,6 +147,12 @@ def test_missing_rollout_logprobs_are_refused():
         update([TrainItem((1, 2), (3, 4), (-1.0,), 1.0, 0)])
 
 
+@pytest.mark.parametrize("packing", ["padded", "packed", "shared_prefix"])
+def test_what_is_longer_than_the_models_positions_is_refused(packing):
+    with pytest.raises(ValueError, match="item 1: its prompt of 250 and completion of 7 tokens are more than the 256"):
+        update([item([1] * 250, [2] * 6), item([1] * 250, [2] * 7)], packing=packing)
+
+
 def test_rollout_differences_are_measured():
     module = adapt(tiny_llama())
     items = make_items(2, 2, seed=8)

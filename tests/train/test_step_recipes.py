@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers_train import PLAIN, Unsharded, adapt, item, largest_gap, make_actor, make_items
-from lockstep.config import TrainConfig, build_config
+from lockstep.config import TrainConfig, build_config, without_effect
 from lockstep.data.advantages import Algorithm
 from lockstep.data.packing import dummy_micro_batch, pack
 from lockstep.data.sequences import Sequences
@@ -95,6 +95,10 @@ def test_options_become_the_loss(train, field, expected):
         ({"kl_in": "reward", "kl_kind": "k3_weighted"}, "kl_kind=k3_weighted shapes a gradient"),
         ({"correction_high": 2}, "correction is none; name one"),
         ({"correction": "icepop", "correction_low": 3, "correction_high": 2}, "is above correction_high"),
+        ({"correction": "token_tis", "correction_low": 3}, "is above correction_high=2 "),
+        ({"correction": "icepop", "correction_high": 0.4}, "correction_low=0.5 is above"),
+        ({"correction": "token_tis", "correction_high": 0.5}, "leave out the ratio 1"),
+        ({"correction": "sequence_mask", "correction_low": 1.5}, "leave out the ratio 1"),
         ({"stop_kl": 0.1}, "stop_kl has no effect with a single update"),
         ({"mini_batches": 9}, "train.mini_batches=9 cannot share rollout.prompts_per_step=8"),
     ],
@@ -113,9 +117,43 @@ def test_only_reinforce_pp_has_no_need_of_groups():
         build_config({**tree, "train": {"algorithm": "reinforce_pp_baseline"}})
 
 
-def test_a_bound_that_the_correction_cannot_have_is_named():
-    with pytest.raises(ValueError, match=r"train.correction: expected 0 <= low <= high"):
-        objective(correction="token_tis", correction_low=3)
+@pytest.mark.parametrize("rollout", [{"top_k": 1}, {"group_size": 1, "prompts_per_step": 1}])
+def test_samples_that_can_teach_nothing_are_refused(rollout):
+    tree: dict[str, Any] = {"model": {"path": "x"}, "data": {"train": {"task": "sums"}}}
+    tree |= {"reward": [{"name": "last_number"}], "train": {"algorithm": "reinforce_pp"}}
+    with pytest.raises(ConfigError, match=r"all equal and teach nothing|compares the samples of a step"):
+        build_config({**tree, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({}, []),
+        ({"kl_coef": 0.1, "kl_kind": "k1", "kl_in": "reward", "reference": "base"}, []),
+        ({"kl_kind": "k2", "reference": "base"}, ["train.kl_kind=k2 and train.reference=base: no effect"]),
+        ({"kl_in": "reward"}, ["train.kl_in=reward: no effect, since train.kl_coef is 0"]),
+        ({"warmup_steps": 10}, []),
+        ({"warmup_steps": 40, "lr": 1e-3}, ["gets to 0.00025 and never to train.lr=0.001"]),
+        (
+            {"algorithm": "distill", "clip_high": 0.3, "correction": "token_tis"},
+            ["train.clip_high=0.3 and train.correction="],
+        ),
+        ({"algorithm": "distill", "correction": "icepop"}, []),  # what it leaves out, the teacher's KL loses too
+    ],
+)
+def test_what_has_no_effect_is_told(train, said):
+    found = without_effect(TrainConfig(**train), num_steps=10, has_teacher=False)
+    assert len(found) == len(said)
+    assert all(part in text for part, text in zip(said, found, strict=True))
+
+
+def test_groups_that_a_teacher_cannot_reach_are_told():
+    for train, count in (
+        (TrainConfig(), 1),
+        (TrainConfig(drop_zero_std=False), 0),
+        (TrainConfig(algorithm="distill"), 0),
+    ):
+        assert len(without_effect(train, num_steps=10, has_teacher=True)) == count
 
 
 @pytest.mark.parametrize("train", [{}, {"kl_coef": 0.1}, {"algorithm": "dr_grpo"}])

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lockstep.config import CORRECTION_BOUNDS
 from lockstep.data.sequences import Sequences
 from lockstep.train.ratios import Level, log_ratio_at
 from lockstep.types import Stat
@@ -43,14 +44,19 @@ class Correction:
             raise ValueError(f"expected 0 <= low <= high, high above 0, veto at least 0; {self} came")
 
 
+def _named(name: str, level: Level, action: Action, *, veto: float = 0.0) -> Correction:
+    low, high = CORRECTION_BOUNDS[name]
+    return Correction(level, action, high, low, veto)
+
+
 NAMED: Mapping[str, Correction] = {
-    "token_tis": Correction("token", "truncate", high=2.0),
-    "sequence_tis": Correction("sequence", "truncate", high=2.0),
-    "sequence_mask": Correction("sequence", "mask", high=3.0),
-    "icepop": Correction("token", "mask", high=5.0, low=0.5),
-    "geometric_reject": Correction("geometric", "reject", high=1.001, low=0.999, veto=1e-4),
+    "token_tis": _named("token_tis", "token", "truncate"),
+    "sequence_tis": _named("sequence_tis", "sequence", "truncate"),
+    "sequence_mask": _named("sequence_mask", "sequence", "mask"),
+    "icepop": _named("icepop", "token", "mask"),
+    "geometric_reject": _named("geometric_reject", "geometric", "reject", veto=1e-4),
 }
-"""verl's, TRL's (sequence_mask is its default) and Ring-1T's usual settings; geometric bounds are per-token, hence so near 1."""
+"""A recipe's, with its usual bounds; geometric ones are per token, hence so near 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

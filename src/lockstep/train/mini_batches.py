@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.config import TrainConfig
 from lockstep.data.masks import sampled
 from lockstep.data.packing import MicroBatch, Packing, dummy_micro_batch, pack
+from lockstep.data.room import check_fits
 from lockstep.dist import World, all_or_none, gather_texts, max_over_ranks, sum_over_ranks
 from lockstep.types import TrainItem
 
@@ -76,9 +77,18 @@ def packing_of(train: TrainConfig) -> Packing:
 class Planner:
     """Decides what every optimizer step of an update computes, before any of them is taken."""
 
-    def __init__(self, train: TrainConfig, denominator: Callable[..., float], *, world: World, pad_id: int):
-        """`denominator`: `Objective.denominator`."""
+    def __init__(
+        self,
+        train: TrainConfig,
+        denominator: Callable[..., float],
+        *,
+        world: World,
+        pad_id: int,
+        max_len: int | None = None,
+    ):
+        """`denominator`: `Objective.denominator`. `max_len`: positions of the models that read the items; None: any number."""
         self._train, self._denominator, self._world, self._pad_id = train, denominator, world, pad_id
+        self._max_len = max_len
 
     def deal(self, items: Sequence[TrainItem], *, seed: str) -> Parts:
         """Collective where there are several mini-batches. Every rank gets as many; in some it may have nothing. Items
@@ -96,7 +106,7 @@ class Planner:
         """Collective. In each mini-batch the same number of micro-batches on every rank: where a rank has fewer, dummies.
 
         Raises, on every rank: `ValueError` (`LockstepError` where the fault is another rank's) for an item that has no
-        prompt, not one log-probability per token, or one that is not finite where it counts.
+        prompt, not one log-probability per token, one that is not finite where it counts, or more tokens than `max_len`.
         """
         flat = [places for epoch in parts for places in epoch]
         if not flat:
@@ -104,6 +114,7 @@ class Planner:
         mine = [[items[place] for place in places] for places in flat]
         mode, max_tokens = packing_of(self._train), self._train.micro_batch_tokens
         with all_or_none(self._world, "packing"):
+            check_fits(items, self._max_len)
             _check_lengths(items)
             _check_logprobs(items)
             packed = [pack(each, mode=mode, max_tokens=max_tokens, pad_id=self._pad_id) for each in mine]

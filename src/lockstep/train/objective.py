@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lockstep.config import TrainConfig
+from lockstep.config import TrainConfig, correction_bounds
 from lockstep.data.masks import sampled
 from lockstep.data.packing import MicroBatch
 from lockstep.data.sequences import Sequences
@@ -57,7 +57,7 @@ class Objective:
 
     @classmethod
     def of(cls, train: TrainConfig, *, max_new_tokens: int, distillation: Distillation | None = None) -> Objective:
-        """Pure. Raises `ValueError` for bounds that no correction can have."""
+        """Pure."""
         in_loss = train.kl_in == "loss" and train.kl_coef > 0
         return cls(
             surrogate=_surrogate(train),
@@ -195,9 +195,5 @@ def _aggregation(train: TrainConfig) -> Aggregation:
 def _corrections(train: TrainConfig) -> tuple[Correction, ...]:
     if train.correction == "none":
         return ()
-    given = {"low": train.correction_low, "high": train.correction_high}
-    changed = {name: value for name, value in given.items() if value is not None}
-    try:
-        return (replace(NAMED[train.correction], **changed),)
-    except ValueError as error:
-        raise ValueError(f"train.correction: {error}") from error
+    low, high = correction_bounds(train)
+    return (replace(NAMED[train.correction], low=low, high=high),)

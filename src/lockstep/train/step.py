@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.profiler import record_function
@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from lockstep.config import TrainConfig
 from lockstep.data.masks import spread
 from lockstep.data.packing import MicroBatch
+from lockstep.data.room import least, positions_of
 from lockstep.dist import World, data_phase, sum_stats
 from lockstep.errors import LockstepError
 from lockstep.sharding.base import ShardedModel
@@ -89,7 +90,7 @@ class Actor:
         seed: int = 0,
         teacher: Teacher | None = None,
     ):
-        """`seed`: of what mini-batches hold. `teacher`: whose KL is added to the loss. Raises `ValueError` as `Objective.of`."""
+        """`seed`: of what mini-batches hold. `teacher`: whose KL is added to the loss."""
         train = by_config(train, sharded.module)
         self.sharded = sharded
         self.optimizer = optimizer
@@ -101,7 +102,9 @@ class Actor:
         self._train = train
         self._sampling = sampling
         self._seed = seed
-        self._planner = Planner(train, self.objective.denominator, world=world, pad_id=pad_id)
+        readers = [sharded, *([teacher.sharded] if teacher else [])]
+        max_len = least(positions_of(cast(Any, each.module).config) for each in readers)
+        self._planner = Planner(train, self.objective.denominator, world=world, pad_id=pad_id, max_len=max_len)
 
     def update(self, items: Sequence[TrainItem], *, step: int) -> UpdateResult:
         """Collective. `epochs * mini_batches` optimizer steps on the items of all ranks, which may be split in any way; a
