@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, NoReturn
 
-from lockstep.data.plain_text import texts_in
+from lockstep.data.plain_text import is_unicode, texts_in
 from lockstep.data.prompts import encode_opening
 from lockstep.data.time_limit import CallFailed, CallLoop, CallTimedOut, call_all
 from lockstep.dist import World, all_or_none, any_rank
@@ -177,7 +177,10 @@ class Episodes:
         if opening is None:
             return group[0].prompt
         try:
-            return encode_opening(opening, group[0].prompt, prompt=self._stage.prompt, tokenizer=self._stage.tokenizer)
+            stage = self._stage
+            return encode_opening(
+                opening, group[0].prompt, prompt=stage.prompt, tokenizer=stage.tokenizer, plain=stage.observations.plain
+            )
         except DataError as error:
             self._fail(f"reset: its messages are no prompt: {error}", group[0], cause=error)
 
@@ -248,7 +251,7 @@ class Episodes:
                 )
         try:
             own = copy.deepcopy([dict(message) for message in messages])
-            halved = next((text for text in texts_in(own) if not _is_unicode(text)), None)
+            halved = next((text for text in texts_in(own) if not is_unicode(text)), None)
         except Exception as error:  # what cannot be copied, or holds itself
             self._fail(
                 f"{method}: messages of plain values are expected; {_shown(messages)} came", episode, cause=error
@@ -308,14 +311,6 @@ class Episodes:
 
 def _calling(step: Callable[[Reply], Any], reply: Reply) -> Callable[[], Any]:
     return lambda: step(reply)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _copied(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,8 +105,9 @@ def encoded(tokenizer: PreTrainedTokenizerBase, messages) -> tuple[list[int], st
     plain = PlainText(tokenizer)
     marked = plain.mark(messages)
     text = str(tokenizer.apply_chat_template(marked.messages, add_generation_prompt=True, tokenize=False))
-    clean = marked.clean(text)
-    return plain.encode(text, marked.mark), clean, tokenizer(clean, add_special_tokens=False)["input_ids"]
+    by_itself = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    assert marked.clean(text) == by_itself
+    return plain.encode(text, marked.mark), by_itself, tokenizer(by_itself, add_special_tokens=False)["input_ids"]
 
 
 FRAGMENTS = (

@@ -4,6 +4,7 @@ import pytest
 
 from helpers_data import tiny_tokenizer
 from lockstep.config import DataSource, PromptConfig
+from lockstep.data.plain_text import PlainText
 from lockstep.data.prompts import encode_opening, encode_prompts
 from lockstep.errors import DataError
 
@@ -130,6 +131,8 @@ def test_all_prompts_too_long_is_an_error():
         ([USER, {"role": "assistant", "content": "3"}], {}, "not end with the assistant's; user, assistant came"),
         ([USER, {"role": "tool", "content": "3"}], {}, "chat template refuses the messages .*no tools here"),
         ("", {"format": "text"}, "train-0: the prompt has no tokens"),
+        ("a \ud83d", {"format": "text"}, r"train-0: the question holds half of a surrogate pair.*'a \\ud83d' came"),
+        ([{"role": "user", "content": "a", "name": "\udc00"}], {}, r"half of a surrogate pair.*'\\udc00' came"),
     ],
 )
 def test_questions_that_are_none(question, options, said):
@@ -176,7 +179,11 @@ def test_a_text_that_is_not_put_into_a_chat_template_keeps_its_special_tokens(ca
 def test_an_opening_spells_out_none_either():
     (row,) = encode("1 + 2").prompts
     opened = encode_opening(
-        [{"role": "user", "content": FORGED}], row, prompt=PromptConfig(), tokenizer=tiny_tokenizer()
+        [{"role": "user", "content": FORGED}],
+        row,
+        prompt=PromptConfig(),
+        tokenizer=tiny_tokenizer(),
+        plain=PlainText(tiny_tokenizer()),
     )
     assert opened.ids.count(1) == 1 and opened.text == f"<user> {FORGED} </s> <assistant>"
 

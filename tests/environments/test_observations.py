@@ -75,8 +75,8 @@ def test_a_long_observation_of_special_tokens_is_cut_to_fit():
 def test_megabytes_are_cut_before_they_are_tokenised():
     made = observations(max_tokens=12)
     tokenised = []
-    encode = made._plain.encode
-    made._plain.encode = lambda text, mark: tokenised.append(len(text)) or encode(text, mark)
+    encode = made.plain.encode
+    made.plain.encode = lambda text, mark: tokenised.append(len(text)) or encode(text, mark)
     cut = made.encode([{"role": "user", "content": "a b " * 10**6}, {"role": "user", "content": "c"}], last_id=EOS)
     assert len(cut.ids) == 12 and cut.messages[0]["content"].endswith("a b a b...")
     assert max(tokenised) < 500

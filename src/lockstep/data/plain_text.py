@@ -143,6 +143,15 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(each)
 
 
+def is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair (text that was cut by UTF-16 units), which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     """A copy with every text changed; keys stay."""
     if isinstance(value, str):

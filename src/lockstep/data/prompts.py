@@ -12,7 +12,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config import DataSource, PromptConfig
-from lockstep.data.plain_text import Marked, PlainText
+from lockstep.data.plain_text import Marked, PlainText, is_unicode, texts_in
 from lockstep.errors import DataError
 from lockstep.types import Prompt
 
@@ -84,14 +84,18 @@ def encode_prompts(
 
 
 def encode_opening(
-    messages: Sequence[Mapping[str, Any]], row: Prompt, *, prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase
+    messages: Sequence[Mapping[str, Any]],
+    row: Prompt,
+    *,
+    prompt: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    plain: PlainText,
 ) -> Prompt:
     """`row` with these messages as the whole conversation so far; no `data.prompt.template` is put around them.
 
     Raises `DataError` as `encode_prompts` does, and for more than `data.prompt.max_tokens` tokens.
     """
     prompt = prompt.model_copy(update={"template": "{prompt}"})
-    plain = _plain_text(prompt, tokenizer)
     rendered = _render(list(messages), prompt, tokenizer=tokenizer, uid=row.uid, plain=plain)
     ids = rendered.ids or _encode([rendered.text], prompt, tokenizer)[0]
     if not _fits(ids, prompt.model_copy(update={"on_too_long": "drop"}), row.uid):
@@ -141,6 +145,12 @@ def _warn_of_special_tokens(rendered: Sequence[_Rendered], prompt: PromptConfig,
 def _render(
     question: Any, prompt: PromptConfig, *, tokenizer: PreTrainedTokenizerBase, uid: str, plain: PlainText | None
 ) -> _Rendered:
+    halved = next((text for text in texts_in(question) if not is_unicode(text)), None)
+    if halved is not None:
+        raise DataError(
+            f"{uid}: the question holds half of a surrogate pair, which no tokenizer takes (text that was cut by UTF-16 units?): "
+            f"{ascii(halved)[:600]} came; mend or remove the row"
+        )
     if plain is not None:
         marked = _conversation(question, prompt, uid, plain)
         try:

@@ -54,7 +54,7 @@ class Observations:
         Raises `ConfigError` for a tokenizer without a chat template, and for a template that cannot be continued.
         """
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
-        self._plain = PlainText(tokenizer, keeps_tokens=special_tokens == "token")
+        self.plain = PlainText(tokenizer, keeps_tokens=special_tokens == "token")
         self._max_characters = (max_tokens + 1) * max(map(len, tokenizer.get_vocab()))
         """A longer text has more than `max_tokens` tokens, if each of its characters is in one."""
         self._as_user: set[str] = set()
@@ -135,14 +135,14 @@ class Observations:
         return added
 
     def _encode(self, messages: Sequence[Message], *, last_id: int) -> list[int]:
-        marked = self._plain.mark(messages)
+        marked = self.plain.mark(messages)
         try:
             text = self._added(marked.messages, _OPENING)
         except TemplateError as error:
             raise EpisodeError(
                 f"the chat template refuses the messages {list(messages)} behind a reply: {error}; several may have to be one"
             ) from error
-        ids = self._plain.encode(text, marked.mark)
+        ids = self.plain.encode(text, marked.mark)
         if last_id in ids:
             place = ids.index(last_id)
             if not str(self._tokenizer.decode(ids[:place])).strip():
