@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from helpers_models import tiny_qwen3_moe
-from helpers_train import PLAIN, adapt, make_items
+from helpers_train import PLAIN, Unsharded, adapt, make_actor, make_items
 from lockstep.config import TrainConfig, build_config
 from lockstep.data.packing import pack
 from lockstep.known_warnings import while_recomputing
@@ -23,7 +23,7 @@ from lockstep.testing import tiny_llama
 from lockstep.train.distill import Distillation
 from lockstep.train.logprobs import forward_with_head, head_of, token_logprobs
 from lockstep.train.optim import Optimizer
-from lockstep.types import Sampling
+from lockstep.types import Sampling, TrainItem
 
 VOCABULARY = 2048
 SCORING: list[dict[str, Any]] = [
@@ -162,6 +162,10 @@ def test_the_longest_micro_batch_is_a_full_one_or_all_of_a_ranks_samples():
     model = tiny_llama()
     # Three groups: a prompt of 20 and four completions, whose last token predicts nothing.
     assert longest_batch(config_of(), model, 2).padded_tokens == 3 * (20 + 4 * 4)
+    # Of 24 rows of 25 tokens a micro-batch of 110 takes four; however they are cut, the largest is told.
+    for size, rows in ((110, 4), (60, 2)):
+        how = {"micro_batch_tokens": size, "packing": "padded"}
+        assert longest_batch(config_of(train=how), model, 1).padded_tokens == rows * 25
     short = longest_batch(config_of(train={"micro_batch_tokens": 60, "packing": "padded"}), model, 2)
     assert short.padded_tokens == 2 * 25 and short.input_ids.is_meta
 
@@ -175,3 +179,33 @@ def test_the_cache_is_the_engines_own_for_as_many_tokens_as_it_may_hold():
         rollout = {"prompts_per_step": 6, "group_size": 4, "max_new_tokens": 5, "batch_tokens": limit}
         run = RunModels(config_of(rollout=rollout), (), engine, ())
         assert cache_bytes(run, 2) == tokens * held // 7
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_a_whole_update_takes_what_is_told(recomputes):
+    """Of one rank without FSDP: activations, gradients, logits and the optimizer's first step."""
+    model = adapt(tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=4))
+    if recomputes:
+        with while_recomputing():
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    items = [TrainItem((5,) * 20, tuple(range(3, 8)), (-7.0,) * 5, 1.0 - 2 * (i % 2), i // 4) for i in range(24)]
+    config = config_of(train={"packing": "shared_prefix"})
+    actor = make_actor(Unsharded(model), packing="shared_prefix")
+    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        actor.update(items, step=0)
+    batch = longest_batch(config, model, 1)
+    logits = measure_logits(
+        num_tokens=batch.num_tokens,
+        chunk_tokens=1024,
+        vocabulary=VOCABULARY,
+        dtype=torch.float32,
+        sampling=PLAIN,
+        entropy_gradient=False,
+        distillation=None,
+    )
+    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    found = measure_activations(model, head_of(model), batch, with_gradient=True, recomputes=recomputes)
+    told = trained + max(found.saved + logits.nbytes, found.peak)
+    # Token ids, masks and the loss's numbers per token are not told: eight bytes here and there against kilobytes of each token.
+    assert 0.95 * told < live.peak < 1.01 * told, (live.peak, told, found, logits)

@@ -44,7 +44,7 @@ class Activations:
 
 
 def longest_batch(config: Config, model: Any, num_ranks: int) -> MicroBatch:
-    """The first micro-batch of a rank whose prompts and completions are all as long as the recipe allows, on meta."""
+    """The largest micro-batch of a rank whose prompts and completions are all as long as the recipe allows, on meta."""
     rollout, (prompt, completion) = config.rollout, longest_sample(config)
     most = config.train.micro_batch_tokens // completion + 1  # further samples are in other micro-batches
     groups = min(-(-rollout.prompts_per_step // num_ranks), -(-most // rollout.group_size))
@@ -57,7 +57,8 @@ def longest_batch(config: Config, model: Any, num_ranks: int) -> MicroBatch:
     mode: Any = train.packing
     batches = pack(items, mode=mode, max_tokens=train.micro_batch_tokens, pad_id=0)
     # Where a mask says who attends to whom, no values have to be looked at; transformers makes the same mask of the other layouts.
-    return replace(batches[0], mode="shared_prefix").to(META)
+    largest = max(batches, key=lambda batch: (batch.padded_tokens, batch.num_tokens))
+    return replace(largest, mode="shared_prefix").to(META)
 
 
 def measure_activations(
