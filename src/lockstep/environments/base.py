@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = Mapping[str, Any]
-"""As chat templates take them: {"role": "tool" or "user", "content": text}, and whatever else the template knows."""
+"""As chat templates take them: {"role": "tool" or "user", "content": text}, and whatever else the template knows. A special
+token that it spells out is text (`data.prompt.special_tokens`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Environment:
     """One sample's environment: made with the recipe's `args`, reset once, stepped once per reply, closed.
 
     A class with these methods need not inherit from this one. Each may be `async def`; those of a step's samples then run at
-    the same time, in an event loop that ends with the call: sessions, locks and tasks do not live from one method to the next.
-    What it raises ends the run, and shows the episode.
+    the same time, each in a task of its own, in an event loop that lasts as long as the run. What it raises ends the run, and
+    shows the episode.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
