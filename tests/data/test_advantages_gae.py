@@ -83,6 +83,17 @@ def test_an_outcome_reward_stands_at_the_last_token_that_counts():
     assert outcome_rewards([1.0], Sequences.of([0])).tolist() == []
 
 
+def test_a_reward_too_many_is_not_passed_over():
+    with pytest.raises(ValueError, match=r"expected one value per sample, \[2\]; \[3\] came"):
+        outcome_rewards([1.0, 2.0, 3.0], Sequences.of([2, 1]))
+
+
+@pytest.mark.parametrize("rates", [{"gamma": 1.01}, {"lam": -0.1}, {"lam": float("nan")}])
+def test_rates_that_are_none_are_refused(rates):
+    with pytest.raises(ValueError, match="expected gamma and lam between 0 and 1"):
+        gae(torch.zeros(3), torch.zeros(3), Sequences.of([2, 1]), **rates)
+
+
 def test_rewards_to_go():
     sequences = Sequences.of([3, 1])
     assert rewards_to_go(tensor(1, 0, 2, 5), sequences).tolist() == [3, 2, 2, 5]

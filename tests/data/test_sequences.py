@@ -51,6 +51,12 @@ def test_values_are_one_per_token(call, shape, mask):
         getattr(Sequences.of([3, 2], mask=mask), call)(torch.zeros(shape))
 
 
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 1), ()])
+def test_values_of_samples_are_one_per_sample(shape):
+    with pytest.raises(ValueError, match=r"expected one value per sample, \[2\]"):
+        Sequences.of([3, 2]).spread(torch.zeros(shape))
+
+
 @pytest.mark.parametrize("mask", [torch.ones(4, dtype=torch.bool), torch.ones(5)])
 def test_the_mask_is_one_bool_per_token(mask):
     with pytest.raises(ValueError, match=r"expected a bool mask of \[5\]"):

@@ -72,6 +72,14 @@ def test_a_veto_leaves_out_the_whole_sample():
     assert found.weight.tolist() == pytest.approx([0, 0, 1, math.exp(-9)], **SIX)
 
 
+def test_a_veto_is_of_the_ratio_as_it_is():
+    old = torch.tensor([-30.0, -1.0, -1.0])
+    weights = correct(
+        [Correction("token", "truncate", 2.0, veto=1e-10)], old, torch.full((3,), -1.0), Sequences.of([2, 1])
+    )
+    assert weights.keep.tolist() == [False, False, True]
+
+
 def test_rules_multiply():
     rules = (Correction("geometric", "reject", high=1.5, low=0.5), NAMED["token_tis"])
     found = weigh(rules, [math.log(3), -math.log(3), math.log(3), math.log(3)], [2, 2])
@@ -124,6 +132,12 @@ def test_stats_are_of_raw_ratios():
     assert effective_share(found.stats) == pytest.approx(25 / (4 * 7.5), **SIX)  # weights 2, .5, 1, 1.5
     assert effective_share(weigh((), [0.0, 0.0]).stats) == 1
     assert math.isnan(effective_share(weigh(NAMED["icepop"], [9.0]).stats))
+
+
+@pytest.mark.parametrize("words", [("tokens", "mask"), ("token", "drop")])
+def test_unknown_words_are_refused(words):
+    with pytest.raises(ValueError, match="expected a level of token, sequence, geometric and an action of truncate"):
+        Correction(*words, high=2.0)
 
 
 def test_without_a_rule_all_weights_are_one():

@@ -55,6 +55,12 @@ def test_at_the_bound_itself_the_gradient_is_whole(clip):
     assert values.grad.tolist() == [clip - 2, 2 - clip]
 
 
+@pytest.mark.parametrize("clip", [-0.2, float("nan")])
+def test_a_clip_below_0_is_refused(clip):
+    with pytest.raises(ValueError, match="expected a clip of at least 0"):
+        value_loss(VALUES, OLD, RETURNS, Sequences.of([3]), clip=clip)
+
+
 def test_a_heads_column_is_refused():  # [3, 1] against [3] would be nine errors
     with pytest.raises(ValueError, match=r"expected one value per token, \[3\]; \[3, 1\] came"):
         value_loss(VALUES[:, None], OLD, RETURNS, Sequences.of([3]), clip=None)

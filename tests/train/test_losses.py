@@ -329,6 +329,13 @@ def test_a_dual_clip_within_the_range_is_refused():
         Clip(high=0.28, dual=1.2)
 
 
+def test_unknown_words_are_refused():
+    with pytest.raises(ValueError, match="constant_length; 'seq_mean' came"):
+        aggregate(torch.zeros(2), Sequences.of([2]), "seq_mean")
+    with pytest.raises(ValueError, match="expected a gradient of sequence or token"):
+        GSPO(gradient="tokens")
+
+
 def test_an_unknown_aggregation_is_refused():
     with pytest.raises(ValueError, match="constant_length; 'mean' came"):
         denominator("mean", num_tokens=1, num_sequences=1, max_tokens=1)

@@ -40,6 +40,8 @@ def gae(
     default), the critic's value of the state it was cut in where it would have gone on (truncated). gamma = lam = 1 with
     no critic (values 0) gives the reward still to come.
     """
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"expected gamma and lam between 0 and 1; {gamma} and {lam} came")
     if bootstrap is not None and len(bootstrap) != sequences.num:
         raise ValueError(f"expected a bootstrap value per sample, {sequences.num}; {len(bootstrap)} came")
     rewards, values = (sequences.clean(tensor.detach().double()) for tensor in (rewards_N, values_N))

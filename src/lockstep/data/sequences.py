@@ -84,7 +84,9 @@ class Sequences:
         )
 
     def spread(self, values_S: Tensor) -> Tensor:
-        """[N]: each token gets its sample's value; differentiable."""
+        """[N]: each token gets its sample's value; differentiable. Raises `ValueError` for what is not [S]."""
+        if values_S.shape != self.counts.shape:
+            raise ValueError(f"expected one value per sample, [{self.num}]; {list(values_S.shape)} came")
         return values_S[:, None].expand(-1, self.longest)[self.ids, self.columns]
 
     def grid(self, values_N: Tensor, fill: float = 0.0) -> Tensor:

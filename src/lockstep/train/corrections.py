@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lockstep.config import CORRECTION_BOUNDS
 from lockstep.data.sequences import Sequences
-from lockstep.train.ratios import Level, log_ratio_at
+from lockstep.train.ratios import Level, log_ratio, log_ratio_at
 from lockstep.types import Stat
 
 Action = Literal["truncate", "mask", "reject"]
@@ -40,6 +40,10 @@ class Correction:
     """A sample with a token whose own ratio is below this is left out whole; 0: never. Usual: 1e-4."""
 
     def __post_init__(self) -> None:
+        if self.level not in get_args(Level) or self.action not in get_args(Action):
+            raise ValueError(
+                f"expected a level of {', '.join(get_args(Level))} and an action of {', '.join(get_args(Action))}; {self} came"
+            )
         if not (0 <= self.low <= self.high and self.high > 0 and 0 <= self.veto < math.inf):
             raise ValueError(f"expected 0 <= low <= high, high above 0, veto at least 0; {self} came")
 
@@ -92,7 +96,9 @@ def correct(
         if rule.action != "truncate":
             keep = keep & ~over & ~under
         if rule.veto > 0:
-            keep = keep & sequences.spread(sequences.minima(tokens) >= math.log(rule.veto))
+            # Of the ratios as they are: clamped ones never fall below a veto of less than e^-20.
+            least = sequences.minima(log_ratio(old, rollout))
+            keep = keep & sequences.spread(least >= math.log(rule.veto))
     weight = torch.where(keep, sequences.clean(weight), 0.0)
     return Weights(weight, keep, _stats(tokens.exp(), weight, keep, above, below, sequences))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class GSPO:
     gradient: Literal["sequence", "token"] = "sequence"
 
     def __post_init__(self) -> None:
+        if self.gradient not in ("sequence", "token"):
+            raise ValueError(f"expected a gradient of sequence or token; {self} came")
         if not (self.low >= 0 and self.high >= 0):
             raise ValueError(f"expected low and high at least 0; {self} came")
 
@@ -214,7 +216,9 @@ def _cispo(kind: CISPO, logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
 
 def aggregate(loss_N: Tensor, sequences: Sequences, how: Aggregation) -> Tensor:
-    """Scalar sum; within a sample weighted by 1 / its tokens for seq_mean_token_mean."""
+    """Scalar sum; within a sample weighted by 1 / its tokens for seq_mean_token_mean. Raises `ValueError` for an unknown `how`."""
+    if how not in get_args(Aggregation):
+        raise ValueError(f"expected one of {', '.join(get_args(Aggregation))}; {how!r} came")
     loss = sequences.clean(loss_N)
     if how == "seq_mean_token_mean":
         return sequences.means(loss).sum()
@@ -234,9 +238,7 @@ def denominator(how: Aggregation, *, num_tokens: float, num_sequences: float, ma
             return max(float(num_sequences), 1.0)
         case "constant_length":
             return max(float(num_sequences) * max_tokens, 1.0)
-    raise ValueError(
-        f"expected one of token_mean, seq_mean_token_mean, seq_mean_token_sum, constant_length; {how!r} came"
-    )
+    raise ValueError(f"expected one of {', '.join(get_args(Aggregation))}; {how!r} came")
 
 
 def policy_loss(

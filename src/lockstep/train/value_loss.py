@@ -23,9 +23,11 @@ def value_loss(
     """1/2 max((v - R)^2, (clip(v, v_old +- clip) - R)^2) per token, summed (arXiv 1707.06347's code; 2005.12729). [N] each.
 
     `clip` None: plain squared error. Values are never divided by the sampling temperature. Masked tokens are left out. Raises
-    `ValueError` for a tensor that is not [N], such as the [N, 1] of a head.
+    `ValueError` for a tensor that is not [N], such as the [N, 1] of a head, and for a clip below 0.
     Stats: value_loss, value, value_clip (share whose gradient the clip stops), and what `explained_variance` needs.
     """
+    if clip is not None and not clip >= 0:
+        raise ValueError(f"expected a clip of at least 0, or None; {clip} came")
     values, old_values, returns = (
         sequences.clean(in_full(tensor)) for tensor in (values, old_values.detach(), returns.detach())
     )
