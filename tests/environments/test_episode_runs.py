@@ -1,6 +1,7 @@
 """Whole runs with an environment: trainer and engine agree on every turn, resuming is exact, people can read the samples."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from helpers_data import sample_of
-from helpers_environments import HERE
+from helpers_environments import HERE, Session
 from helpers_loop import TIMES, make_model_folder, recipe
 from lockstep.assemble import assemble
 from lockstep.config import RewardConfig, build_config
 from lockstep.data.rewards import RewardSet
 from lockstep.dist import World
-from lockstep.errors import EpisodeError, RewardError
+from lockstep.errors import ConfigError, EpisodeError, RewardError
 from lockstep.loop import run_eval, run_training, train_in
 from lockstep.testing import run_ranks
 from lockstep.types import Episode
@@ -148,6 +149,25 @@ def test_the_longest_sample_is_what_the_model_can_take(model, tmp_path):
     entries = lines(tmp_path / "run" / "samples" / "step-000001.jsonl")
     assert all(240 < len(entry["ids"]) + 9 <= 256 for entry in entries)
     assert line["rollout_probs_diff_max"] < 1e-4
+
+
+def test_a_run_lets_go_of_the_loop_that_its_environments_shared(model, tmp_path):
+    Session.ended = 0
+    session = {"name": f"{HERE}:Session", "max_turns": 3}
+    tree = make_tree(model, tmp_path / "run", steps=1, environment=session, eval={"before": False, "after": False})
+    run_training(build_config(tree), resume=False)
+    assert Session.ended == 16
+    assert not any(thread.name == "lockstep-call-loop" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("limit", "key"), [(10, "rollout.max_new_tokens 6"), (40, "eval.max_new_tokens 100")])
+def test_a_run_without_room_for_a_second_reply_is_refused_before_the_model_is_loaded(model, tmp_path, limit, key):
+    tree = make_tree(model, tmp_path / "run", steps=1, environment={"name": f"{HERE}:Counting", "max_tokens": limit})
+    tree["eval"] = {**tree["eval"], "max_new_tokens": 100}
+    with pytest.raises(
+        ConfigError, match=rf"environment.max_tokens is {limit}, .* an observation and a reply \({key}\)"
+    ):
+        run_training(build_config(tree), resume=False)
 
 
 def test_the_constant_length_is_that_of_all_turns(model, tmp_path):
