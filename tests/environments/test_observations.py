@@ -171,6 +171,9 @@ def test_what_cannot_be_cut_to_fit_is_refused():
     two = [{"role": "user", "content": "a b c"}, {"role": "user", "content": "d e f"}]
     cut = observations(max_tokens=8).encode(two, last_id=EOS)
     assert [message["content"] for message in cut.messages] == ["...", "d e..."]
+    many = [{"role": "user", "content": "1"} for _ in range(3)]
+    cut = observations(max_tokens=14).encode([*many, {"role": "user", "content": "a b c d"}], last_id=EOS)
+    assert [message["content"] for message in cut.messages] == ["1", "1", "1", "a b..."]
     many = [{"role": "user", "content": "1"} for _ in range(9)]
     with pytest.raises(EpisodeError, match="an observation of 9 messages does not fit"):
         observations(max_tokens=12).encode(many, last_id=EOS)

@@ -156,8 +156,10 @@ class Observations:
             return len(self._encode(shown, last_id=last_id)) <= self._max_tokens
 
         lengths = [len(message["content"]) for message in messages]
-        least = [_shortened([message], 0, 0)[0] for message in messages]
-        for number in sorted(range(len(messages)), key=lambda number: -lengths[number]) if fits(least) else ():
+        longest_first = sorted(range(len(messages)), key=lambda number: -lengths[number])
+        if not fits([{**message, "content": ""} for message in messages]):
+            longest_first = []  # hundreds of messages need not be cut one after the other to see that
+        for number in longest_first:
             low, high = 0, lengths[number]  # so many characters fit, or none do; so many do not
             while high - low > 1:
                 middle = (low + high) // 2
