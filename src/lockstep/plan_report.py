@@ -24,7 +24,7 @@ from lockstep.model.outline import build_outline, read_model_config
 from lockstep.model.strip import StripReport, strip
 from lockstep.names import is_adapter_name
 from lockstep.plan_phases import RunUse, run_use
-from lockstep.plan_run import Sharded, build_run, plan_model
+from lockstep.plan_run import Planned, build_run, plan_model
 from lockstep.plan_run_json import run_json
 from lockstep.shard_model import Sharding
 from lockstep.sharding.plan import PlannedTensor, ShardingPlan, ShardUnit
@@ -156,7 +156,7 @@ def _report_of_run(request: PlanRequest) -> PlanReport:
     )
 
 
-def _costs(model: Any, made: Sharded, request: PlanRequest) -> tuple[ExportCost, ...]:
+def _costs(model: Any, made: Planned, request: PlanRequest) -> tuple[ExportCost, ...]:
     return export_costs(
         model,
         made.plan,

@@ -53,8 +53,8 @@ class RunModels:
     """Where a run would stop."""
 
 
-@dataclass(slots=True)
-class Sharded:
+@dataclass(frozen=True, slots=True)
+class Planned:
     """A model's plan, with what its dtypes ask for."""
 
     plan: ShardingPlan
@@ -62,7 +62,7 @@ class Sharded:
     decisions: DtypePlan
 
 
-def plan_model(model: nn.Module, how: Sharding) -> Sharded:
+def plan_model(model: nn.Module, how: Sharding) -> Planned:
     """As `shard` decides it. Casts adapters of the model, on meta, where it must. Raises `ModelError`."""
     plan = plan_sharding(model, how.policy)
     findings = find_mixed_dtypes(plan)
@@ -70,7 +70,7 @@ def plan_model(model: nn.Module, how: Sharding) -> Sharded:
     if decisions.casts:
         apply_dtypes(model, decisions)
         plan = plan_sharding(model, how.policy)
-    return Sharded(split_units(plan, decisions.units), findings, decisions)
+    return Planned(split_units(plan, decisions.units), findings, decisions)
 
 
 def build_run(config: Config, num_ranks: int) -> RunModels:
