@@ -193,6 +193,7 @@ def test_groups_of_a_tensor_are_found_by_their_value():
         assert advantages(rewards, groups, algorithm=algorithm, lengths=lengths) == lists
         assert advantages(list(rewards), list(groups), algorithm=algorithm) == lists
     assert zero_std_groups(torch.ones(3), torch.tensor([1, 1, 2])) == {1, 2}
+    assert whiten(rewards, lengths) == whiten(rewards.tolist(), [1] * 5)
 
 
 @pytest.mark.parametrize("unit", [1e-200, 1.0, 1e200])

@@ -350,6 +350,14 @@ class Scaling(Table):
         return SimpleNamespace(logits=super().forward(**inputs).logits * 0.5)
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=-1.0), Sampling(temperature=float("nan")), Sampling(top_p=0.0)]
+)
+def test_a_sampling_that_cannot_be_is_refused(sampling):
+    with pytest.raises(ValueError, match=r"temperature must be|top_p must be"):
+        token_logprobs(Table(torch.zeros(1, 2, 4)), one_batch([item([1], [2])], "padded"), sampling=sampling)
+
+
 def test_an_unknown_change_of_the_logits_is_an_error_and_leaves_no_trace():
     model = Scaling(torch.zeros(1, 2, 4))
     with pytest.raises(LockstepError, match="changed what it returned"):

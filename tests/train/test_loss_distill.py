@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lockstep.data.sequences import Sequences
 from lockstep.train.distill import clean_rows, distillation_advantages, reverse_kl, reverse_kl_topk
@@ -104,6 +105,18 @@ def test_as_advantages_of_sampled_tokens():
     found = distillation_advantages(p, q)
     assert not found.requires_grad
     assert found.tolist() == [-0.5, -48.0]
+
+
+@pytest.mark.parametrize("tail", ["whole", "bucket", "renormalise", "drop"])
+def test_bf16_rows_are_computed_with_in_fp32_and_rows_that_broadcast_are_refused(tail):
+    rows = [torch.log_softmax(torch.randn(4, 6), -1).bfloat16() for _ in range(2)]
+
+    def kl(student: Tensor, teacher: Tensor) -> Tensor:
+        return reverse_kl(student, teacher) if tail == "whole" else reverse_kl_topk(student, teacher, tail=tail)
+
+    assert torch.equal(kl(*rows), kl(*(row.float() for row in rows)))
+    with pytest.raises(ValueError, match=r"\[4, 6\] and \[1, 6\] came"):
+        kl(rows[0], rows[1][:1])
 
 
 def test_an_unknown_tail_is_refused():

@@ -100,6 +100,15 @@ def test_a_policy_that_went_far_is_still_pulled_back(kind, slope):
     assert kl_reward("k1", p, torch.tensor([-30.0]), coef=0.1).item() == pytest.approx(-2.9)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_k2", "k3_weighted"])
+def test_shapes_that_would_broadcast_are_refused(kind):
+    p = torch.zeros(3)
+    for ref, old in ((torch.zeros(3, 1), p), (torch.zeros(1), p), (p, torch.zeros(3, 1))):
+        if old is p or kind in ("k1", "k3_weighted"):
+            with pytest.raises(ValueError, match="expected two tensors of one shape"):
+                kl_loss(kind, p, ref, old_logprobs=old)
+
+
 def test_bf16_is_computed_with_in_fp32():
     p, q = (torch.tensor([value], dtype=torch.bfloat16) for value in (-1.0, -1.046875))
     assert k3(p, q).item() == pytest.approx(0.0010817, rel=1e-3)  # bf16: 0.00098

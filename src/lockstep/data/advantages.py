@@ -88,11 +88,12 @@ def uses_groups(algorithm: Algorithm) -> bool:
     return algorithm not in ("reinforce_pp", "reinforce_pp_baseline", "distill")
 
 
-def whiten(values: Sequence[float], weights: Sequence[float] | Tensor | None = None) -> list[float]:
+def whiten(values: Sequence[float] | Tensor, weights: Sequence[float] | Tensor | None = None) -> list[float]:
     """(value - mean) / sqrt(var + 1e-8) with weighted mean and unbiased variance; all 0 if the weighted values are equal.
 
     A value of weight 0 takes no part in the statistics and comes back 0. Weights are tokens: n of them count n times.
     """
+    values = [float(value) for value in values]
     weights = [1.0] * len(values) if weights is None else [float(weight) for weight in weights]
     _check_weights(len(values), weights, "weight")
     used = {value for value, weight in zip(values, weights, strict=True) if weight > 0}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.sequences import Sequences
+from lockstep.train.ratios import in_full, log_ratio
 
 LOGPROB_FLOOR = -50.0
 """A teacher's log-probability below this counts as this (e^-50 is below fp32's rounding of 1): what it excludes entirely
@@ -124,6 +125,7 @@ def reverse_kl(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
 
 def reverse_kl_topk(student_NK: Tensor, teacher_NK: Tensor, *, tail: Tail = "bucket") -> Tensor:
     """[N] the same from K tokens a row: both models' normalised log-probabilities of the same K tokens."""
+    student_NK, teacher_NK = in_full(student_NK), in_full(teacher_NK)
     match tail:
         case "drop":
             return _kl(student_NK, teacher_NK)
@@ -142,10 +144,15 @@ def clean_rows(rows_NV: Tensor, sequences: Sequences) -> Tensor:
 def distillation_advantages(logprobs_N: Tensor, teacher_N: Tensor) -> Tensor:
     """[N] detached log q - log p of the sampled tokens: as token advantages their policy gradient is the reverse KL's, one
     step at a time (the effect of a token on later ones is left out, as in the methods above)."""
-    return teacher_N.detach().clamp_min(LOGPROB_FLOOR) - logprobs_N.detach()
+    return log_ratio(teacher_N.detach().clamp_min(LOGPROB_FLOOR), logprobs_N.detach())
 
 
 def _kl(student: Tensor, teacher: Tensor) -> Tensor:
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"expected a row of each model per token; {list(student.shape)} and {list(teacher.shape)} came"
+        )
+    student, teacher = in_full(student), in_full(teacher)
     excluded = student == float("-inf")
     log_p = student.masked_fill(excluded, LOGPROB_FLOOR)
     terms = log_p.exp() * (log_p - teacher.detach().clamp_min(LOGPROB_FLOOR))

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from lockstep.data.packing import MicroBatch, Packing, pack
 from lockstep.errors import LockstepError, ModelError
-from lockstep.sampling import sampling_logprobs
+from lockstep.sampling import check_sampling, sampling_logprobs
 from lockstep.sharding.skeleton import unwrap
 from lockstep.train.distill import Answer, Taught
 from lockstep.train.model_inputs import model_inputs
@@ -92,8 +92,9 @@ def token_logprobs(
     top-p); until backward is done it must be able to answer. Under FSDP a gradient has to reach `logprobs` too, be it 0: FSDP
     gathers the root for backward when one comes to the root's output.
     Raises `ModelError` if the model has no output embedding, `LockstepError` if its forward does not hand the head's
-    result through.
+    result through, `ValueError` for a sampling that cannot be (a temperature below 0).
     """
+    check_sampling(sampling)
     lm = cast(PreTrainedModel, model)
     head = head_of(lm)
     head_forward = cast(Callable[[Tensor], Tensor], head.forward)

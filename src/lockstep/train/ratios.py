@@ -25,6 +25,9 @@ def in_full(values: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Raises `ValueError` for unequal shapes: [N] against [N, 1] would be [N, N]."""
+    if logprobs.shape != other.shape:
+        raise ValueError(f"expected two tensors of one shape; {list(logprobs.shape)} and {list(other.shape)} came")
     return in_full(logprobs) - in_full(other)
 
 
