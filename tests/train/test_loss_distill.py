@@ -115,7 +115,7 @@ def test_bf16_rows_are_computed_with_in_fp32_and_rows_that_broadcast_are_refused
         return reverse_kl(student, teacher) if tail == "whole" else reverse_kl_topk(student, teacher, tail=tail)
 
     assert torch.equal(kl(*rows), kl(*(row.float() for row in rows)))
-    with pytest.raises(ValueError, match=r"\[4, 6\] and \[1, 6\] came"):
+    with pytest.raises(ValueError, match=r"expected a row of each model per token; \[4, \d\] and \[1, \d\] came"):
         kl(rows[0], rows[1][:1])
 
 
