@@ -80,3 +80,5 @@ def test_items_carry_them_and_say_which_sample_they_are():
     assert [item.token_advantages for item in batch.items] == [(0.5, -0.5)]
     with pytest.raises(ValueError, match="gae: expected token_advantages, which a critic makes; none came"):
         make_items([scored(1, 2)], train, World())
+    with pytest.raises(ValueError, match=r"which train\.algorithm gae alone takes; it is grpo"):
+        make_items([scored(1, 2)], TrainConfig(), World(), token_advantages=[(0.5, -0.5)])

@@ -55,8 +55,11 @@ def make_items(
     but in reinforce_pp a token is credited with those that follow it. What stands at observation tokens counts nowhere.
     Leaves out groups without spread (`drop_zero_std`, where samples are compared within groups) and completions cut at
     max_new_tokens (`mask_truncated`): a sample left out still counts in its group's baseline.
-    `token_advantages`: one per id of each sample, what a critic makes of both (`Critic.estimate`); gae needs it.
+    `token_advantages`: one per id of each sample, what a critic makes of both (`Critic.estimate`); gae needs it, and no other
+    algorithm takes it. Raises `ValueError` where that is not so, and for a reward that is not finite.
     """
+    if token_advantages is not None and train.algorithm != "gae":
+        raise ValueError(f"token_advantages came, which train.algorithm gae alone takes; it is {train.algorithm}")
     mine = _gather(scored, token_rewards, world)
     by_token, values = token_advantages, [0.0] * len(mine.rewards)
     if train.algorithm == "gae":
