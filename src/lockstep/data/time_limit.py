@@ -12,6 +12,7 @@ and perhaps with exit code 0, and a cancellation that nobody asked for is an err
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import queue
 import signal
@@ -62,6 +63,10 @@ class CallLoop:
             if not self._answers():
                 self._leave()
             raise
+        except CallFailed as failed:
+            if isinstance(failed.__cause__, asyncio.CancelledError):  # the loop may be ending: nothing new may go there
+                self.close()
+            raise
 
     def close(self) -> None:
         """What still runs in it is cancelled. Not waited for any longer than a moment."""
@@ -84,8 +89,9 @@ class CallLoop:
     def _leave(self) -> threading.Thread | None:
         """It is to end as soon as it can."""
         thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ended.set)
+        if thread is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._ended.set)
         return thread
 
     def _answers(self) -> bool:
