@@ -60,6 +60,15 @@ def refusals(world: World, folder: str) -> list[Any]:
     return [str(caught.value), train(critic, scored_samples(2, 2), 4)["critic/grad_norm"]]
 
 
+def too_long(world: World, folder: str, kind: str) -> str:
+    critic = critic_of(world, config_of(folder, {"kind": kind}))
+    (scored,) = scored_samples(1, 2)[1:]
+    sample = dataclasses.replace(scored.sample, ids=(5,) * 256, logprobs=(-1.0,) * 256)
+    with pytest.raises(ValueError, match="item 1: its prompt of") as caught:
+        critic.estimate([scored, dataclasses.replace(scored, sample=sample)])
+    return str(caught.value)
+
+
 def from_a_reward_model(world: World, folder: str, other: str, small: str) -> list[Any]:
     """Its head, as it came; then what a checkpoint of fewer tokens is told."""
     sharded = critic_of(world, config_of(folder, {"path": other})).valuer.sharded
@@ -75,6 +84,7 @@ def run_all(world: World, folder: str, other: str, small: str) -> dict[str, Any]
         "explained": {kind: explained(world, folder, kind) for kind in ("model", "head")},
         "temperatures": {kind: values_by_temperature(world, folder, kind) for kind in ("model", "head")},
         "refusals": refusals(world, folder),
+        "too long": {kind: too_long(world, folder, kind) for kind in ("model", "head")},
     }
 
 
@@ -114,6 +124,11 @@ def test_what_is_not_finite_is_refused_and_nothing_is_stepped(said):
     text, afterwards = said["refusals"]
     assert "lower critic.lr" in text
     assert 0 < afterwards < 100
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_what_is_longer_than_its_positions_is_refused(said, kind):
+    assert "completion of 256 tokens are more than the 256 positions" in said["too long"][kind]
 
 
 def test_the_critics_rate_is_ten_times_the_actors_unless_said():

@@ -104,7 +104,9 @@ class Critic:
         self._config = critic
         self._offloads = train.offload_activations
         self._seed = seed
-        self._planner = Planner(critic_train(critic, train), _num_tokens, world=world, pad_id=pad_id)
+        self._planner = Planner(
+            critic_train(critic, train), _num_tokens, world=world, pad_id=pad_id, max_len=valuer.max_len
+        )
 
     def trains_alone(self, step: int) -> bool:
         """Is the policy left as it is in this train step (0, 1, ..)?"""

@@ -8,13 +8,14 @@ Shape suffixes: N completion tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.data.packing import MicroBatch
+from lockstep.data.room import positions_of
 from lockstep.errors import ModelError
 from lockstep.model.value_model import ValueHead
 from lockstep.sharding.base import ShardedModel
@@ -26,6 +27,11 @@ class Valuer(Protocol):
 
     sharded: ShardedModel
     """What is trained."""
+
+    @property
+    def max_len(self) -> int | None:
+        """Positions of the model that reads the tokens; None: any number."""
+        ...
 
     def features(self, batch: MicroBatch) -> Tensor | None:
         """Collective. [N, D] that no training of the critic changes, worth keeping for the step; None: there are none."""
@@ -41,6 +47,10 @@ class ModelValuer:
 
     def __init__(self, sharded: ShardedModel):
         self.sharded = sharded
+
+    @property
+    def max_len(self) -> int | None:
+        return positions_of(cast(Any, self.sharded.module).config)
 
     def features(self, batch: MicroBatch) -> None:
         return None
@@ -62,6 +72,10 @@ class HeadValuer:
         """`sharded`: a `ValueHead`."""
         self._policy = policy
         self.sharded = sharded
+
+    @property
+    def max_len(self) -> int | None:
+        return positions_of(cast(Any, self._policy.module).config)
 
     def features(self, batch: MicroBatch) -> Tensor:
         model = cast(PreTrainedModel, self._policy.module)
