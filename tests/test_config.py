@@ -158,6 +158,7 @@ def test_override_of_an_entry_replaces_the_whole_entry(tmp_path: Path):
         ("eval.before_templates=[hello]", "eval.before_templates.0 must contain {prompt}"),
         ("rollout.temperature=0", "rollout.temperature is 0"),
         ("rollout.group_size=1", "rollout.group_size is 1"),
+        ("eval.every_steps=5", "eval.every_steps is 5, and there is no held-out data"),
     ],
 )
 def test_bad_overrides_name_the_key_and_what_came(tmp_path: Path, override: str, expected: str):

@@ -302,14 +302,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Config:
-        if self.rollout.temperature == 0:
-            raise ValueError(
-                "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
-            )
-        if self.rollout.top_k == 1:
-            raise ValueError(
-                "rollout.top_k is 1: samples of one prompt are all equal and teach nothing; use 0 (all tokens), or more"
-            )
+        _check_samples(self)
         check_critic(
             self.critic,
             algorithm=self.train.algorithm,
@@ -325,30 +318,50 @@ class Config(Section):
             wait_s=self.dist.timeout_s,
         )
         _check_teacher(self)
-        if self.train.algorithm not in ("reinforce_pp", "gae", "distill") and self.rollout.group_size < 2:
-            raise ValueError(
-                f"rollout.group_size is 1: {self.train.algorithm} compares the samples of a group; use 2 or more"
-            )
-        if self.train.algorithm == "reinforce_pp" and self.rollout.group_size * self.rollout.prompts_per_step < 2:
-            raise ValueError(
-                "a step has one sample (rollout.prompts_per_step and rollout.group_size are 1), and reinforce_pp compares the samples "
-                "of a step; use 2 or more"
-            )
-        if self.train.mini_batches > self.rollout.prompts_per_step:
-            raise ValueError(
-                f"train.mini_batches={self.train.mini_batches} cannot share rollout.prompts_per_step="
-                f"{self.rollout.prompts_per_step} prompts: a prompt's samples stay together; use at most as many"
-            )
-        for where, source in (("data.train", self.data.train), ("data.eval", self.data.eval)):
-            if source is not None and bool(source.task) == bool(source.path):
-                given = "both" if source.task else "neither"
-                raise ValueError(f"{where}: give either `task` or `path`; {given} came")
-        templates = {"data.prompt.template": self.data.prompt.template}
-        templates |= {f"eval.before_templates.{i}": text for i, text in enumerate(self.eval.before_templates)}
-        for where, text in templates.items():
-            if "{prompt}" not in text:
-                raise ValueError(f"{where} must contain {{prompt}}, which stands for the question; it is {text!r}")
+        _check_data(self)
         return self
+
+
+def _check_samples(config: Config) -> None:
+    """Are there samples to learn from, and enough of them to compare?"""
+    if config.rollout.temperature == 0:
+        raise ValueError(
+            "rollout.temperature is 0: greedy samples of one prompt are all equal and teach nothing; use 1.0"
+        )
+    if config.rollout.top_k == 1:
+        raise ValueError(
+            "rollout.top_k is 1: samples of one prompt are all equal and teach nothing; use 0 (all tokens), or more"
+        )
+    if config.train.algorithm not in ("reinforce_pp", "gae", "distill") and config.rollout.group_size < 2:
+        raise ValueError(
+            f"rollout.group_size is 1: {config.train.algorithm} compares the samples of a group; use 2 or more"
+        )
+    if config.train.algorithm == "reinforce_pp" and config.rollout.group_size * config.rollout.prompts_per_step < 2:
+        raise ValueError(
+            "a step has one sample (rollout.prompts_per_step and rollout.group_size are 1), and reinforce_pp compares the samples "
+            "of a step; use 2 or more"
+        )
+    if config.train.mini_batches > config.rollout.prompts_per_step:
+        raise ValueError(
+            f"train.mini_batches={config.train.mini_batches} cannot share rollout.prompts_per_step="
+            f"{config.rollout.prompts_per_step} prompts: a prompt's samples stay together; use at most as many"
+        )
+
+
+def _check_data(config: Config) -> None:
+    for where, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source is not None and bool(source.task) == bool(source.path):
+            given = "both" if source.task else "neither"
+            raise ValueError(f"{where}: give either `task` or `path`; {given} came")
+    templates = {"data.prompt.template": config.data.prompt.template}
+    templates |= {f"eval.before_templates.{i}": text for i, text in enumerate(config.eval.before_templates)}
+    for where, text in templates.items():
+        if "{prompt}" not in text:
+            raise ValueError(f"{where} must contain {{prompt}}, which stands for the question; it is {text!r}")
+    if config.eval.every_steps and config.data.eval is None:
+        raise ValueError(
+            f"eval.every_steps is {config.eval.every_steps}, and there is no held-out data to score; give data.eval, or leave it out"
+        )
 
 
 def _check_teacher(config: Config) -> None:
