@@ -9,7 +9,7 @@ SRC = Path(__file__).parent.parent / "src" / "lockstep"
 
 # The longest matching prefix decides. docs/architecture.md explains each.
 LAYERS = {
-    "errors": 0, "types": 0, "names": 0, "known_warnings": 0,
+    "errors": 0, "types": 0, "names": 0, "known_warnings": 0, "logs": 0,
     "config": 1, "sections": 1, "sections_base": 1, "sections_critic": 1, "sections_environment": 1, "sections_teacher": 1,
     "sections_train": 1,
     "yaml_text": 1, "host_memory": 1, "dist": 1, "sampling": 1, "files": 1, "signals": 1, "rendezvous": 1, "worlds": 1,

@@ -31,6 +31,7 @@ from lockstep.environments.stage import Stage
 from lockstep.episodes import Episodes
 from lockstep.errors import ConfigError, DataError
 from lockstep.export.what import AdapterExport, Export, MergedExport
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.model.load import ModelFiles, build_empty, find_model, load_tokenizer
 from lockstep.model.lora import Where, dropout_of, inject_lora
 from lockstep.rollout.base import Engine, Generate
@@ -115,7 +116,7 @@ def assemble(config: Config, world: World) -> Parts:
     """Collective. Everything that a training run needs, the adapter at its start values and the engine at the base's."""
     check_world(config, world)
     for said in without_effect(config.train, num_steps=config.run.num_steps, has_teacher=config.teacher is not None):
-        log.warning(said)
+        log.warning(said, extra=ON_EVERY_RANK)
     with all_or_none(world, "reading data and model"):
         rewards = RewardSet(config.reward), *eval_rewards(config)
         files = find_model(config.model.path)
@@ -186,7 +187,12 @@ def choose_export(config: Config, engine: Engine, sharded: ShardedModel) -> Expo
         served = getattr(torch, abilities.dtype)
         loss = measure_merge_loss(sharded, served=served, first_step_lr=config.train.lr)
     if is_rounded and loss is not None:
-        log.warning("merged updates are rounded from %s to the engine's dtype: %s", config.model.dtype, loss.said)
+        log.warning(
+            "merged updates are rounded from %s to the engine's dtype: %s",
+            config.model.dtype,
+            loss.said,
+            extra=ON_EVERY_RANK,
+        )
     if mode == "auto":
         choice = choose_mode(loss, abilities)
         log.info("sync.mode auto: %s (%s)", choice.mode, choice.why)
@@ -321,6 +327,7 @@ def load_data(
             "data.train has %d prompts, fewer than the %d of a step: prompts repeat",
             len(prompts),
             config.rollout.prompts_per_step,
+            extra=ON_EVERY_RANK,
         )
     held_out = encode_held_out(config.data, eval_rows, tokenizer, config.eval.before_templates) if eval_rows else {}
     return Data(prompts, held_out, PromptOrder(len(prompts), config.run.seed, config.data.shuffle), *rewards)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.observe import progress as progress_module
 from lockstep.observe.progress import Progress, configure_logging, make_console
 
@@ -152,6 +153,15 @@ def test_log_records_carry_their_rank_off_a_terminal(capsys: pytest.CaptureFixtu
         "WARNING [rank 0] lockstep.part: from everyone\n"
         "WARNING [rank 3] lockstep.part: from everyone\n",
     )
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_what_every_rank_says_is_shown_once(capsys: pytest.CaptureFixture[str]):
+    log = logging.getLogger("lockstep.part")
+    for rank in range(3):
+        configure_logging(rank, make_console(rank))
+        log.warning("dropped 3 prompts", extra=ON_EVERY_RANK)
+    assert capsys.readouterr().err == "WARNING [rank 0] lockstep.part: dropped 3 prompts\n"
 
 
 @pytest.mark.usefixtures("logging_as_it_was")

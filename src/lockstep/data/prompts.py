@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.config import DataSource, PromptConfig
 from lockstep.data.plain_text import Marked, PlainText, is_unicode, texts_in
 from lockstep.errors import DataError
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,14 @@ def _count_dropped(num_rows: int, num_kept: int, prompt: PromptConfig, name: str
     num_dropped = num_rows - num_kept
     if num_dropped:
         limit = prompt.max_tokens
-        logger.warning("%s: dropped %d of %d prompts, longer than %d tokens", name, num_dropped, num_rows, limit)
+        logger.warning(
+            "%s: dropped %d of %d prompts, longer than %d tokens",
+            name,
+            num_dropped,
+            num_rows,
+            limit,
+            extra=ON_EVERY_RANK,
+        )
     return num_dropped
 
 
@@ -139,7 +147,15 @@ def _warn_of_special_tokens(rendered: Sequence[_Rendered], prompt: PromptConfig,
     else:
         how = "they are these tokens to the model, as data.prompt.special_tokens: token says; text would make them ordinary"
     num_rows = sum(bool(each.spelled) for each in rendered)
-    logger.warning("%s: %d of %d rows spell out special tokens (%s); %s", name, num_rows, len(rendered), which, how)
+    logger.warning(
+        "%s: %d of %d rows spell out special tokens (%s); %s",
+        name,
+        num_rows,
+        len(rendered),
+        which,
+        how,
+        extra=ON_EVERY_RANK,
+    )
 
 
 def _render(

@@ -12,6 +12,7 @@ from lockstep.config import EnvironmentConfig, PromptConfig
 from lockstep.environments.find import EnvironmentKind, find_environment
 from lockstep.environments.observations import Observations
 from lockstep.errors import ConfigError
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Stage:
         if num_short:
             log.warning(
                 "%d of %d prompts leave no room in environment.max_tokens %d for %s: their episodes end with the first reply",
-                num_short, len(lengths), limit, self._turns_wanted(key, max_new_tokens),
+                num_short, len(lengths), limit, self._turns_wanted(key, max_new_tokens), extra=ON_EVERY_RANK,
             )  # fmt: skip
 
     def least_behind(self, max_new_tokens: int) -> int:

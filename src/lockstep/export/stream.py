@@ -26,6 +26,7 @@ from lockstep.export.hub import to_hub
 from lockstep.export.merge import merge_elements, merge_scratch
 from lockstep.export.plan import plan_export
 from lockstep.export.what import AdapterExport, Delivery, Export, ExportPlan, FullExport, MergedExport
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.sharding.base import Destination, ShardedModel
 from lockstep.types import Bucket, Manifest
 
@@ -238,4 +239,4 @@ def export_weights(
 @functools.cache
 def _tell(note: str) -> None:
     """Once in a process: an export may be made every step."""
-    log.warning(note)
+    log.warning(note, extra=ON_EVERY_RANK)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ModelError
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.names import clean_name, is_adapter_name
 
 log = logging.getLogger(__name__)
@@ -255,4 +256,5 @@ def _warn_of_low_precision(casts: Sequence[Cast]) -> None:
             low[0].name,
             low[0].before,
             low[0].after,
+            extra=ON_EVERY_RANK,
         )

@@ -22,6 +22,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.logs import is_own
+
 
 def make_console(rank: int) -> Console:
     """Where a rank prints. Ranks other than 0 print nothing."""
@@ -29,7 +31,8 @@ def make_console(rank: int) -> Console:
 
 
 def configure_logging(rank: int, console: Console, *, level: int = logging.INFO) -> None:
-    """Log records of this process: rank 0 through its console, the others' warnings and errors to stderr, with the rank."""
+    """Log records of this process: rank 0 through its console, the others' warnings and errors to stderr, with the rank,
+    but for what rank 0 says as well (`lockstep.logs`)."""
     if rank == 0 and console.is_terminal:
         handler: logging.Handler = RichHandler(
             console=console, show_path=False, markup=False, highlighter=NullHighlighter()
@@ -39,6 +42,8 @@ def configure_logging(rank: int, console: Console, *, level: int = logging.INFO)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"%(levelname)s [rank {rank}] %(name)s: %(message)s"))
     handler.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    if rank != 0:
+        handler.addFilter(is_own)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("lockstep").setLevel(level)
 

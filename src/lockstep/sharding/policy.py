@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lockstep.errors import ModelError
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.names import clean_name
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ def choose_units(tree: ModuleTree, policy: Policy) -> list[str]:
             len(joined),
             joined[0],
             tree.shared_beyond(joined[0])[:4],
+            extra=ON_EVERY_RANK,
         )
     order = {name: index for index, name in enumerate(tree.nodes)}
     return sorted(apart, key=order.__getitem__)
@@ -168,11 +170,16 @@ def _by_class(tree: ModuleTree, names: Sequence[str]) -> list[str]:
     found = [name for name, node in tree.nodes.items() if wanted & node.classes and tree.can_be_unit(name)]
     if not found:
         which = f"no module of class {sorted(wanted)} in the model" if wanted else "the model names no layer classes"
-        log.warning("%s; taking units of at least %d parameters", which, DEFAULT_MIN_PARAMS)
+        log.warning("%s; taking units of at least %d parameters", which, DEFAULT_MIN_PARAMS, extra=ON_EVERY_RANK)
         return _by_size(tree, DEFAULT_MIN_PARAMS)
     missing = missing_classes(tree, names)
     if missing:
-        log.warning("classes %s are not in the model; units are made of %s", missing, sorted(wanted - set(missing)))
+        log.warning(
+            "classes %s are not in the model; units are made of %s",
+            missing,
+            sorted(wanted - set(missing)),
+            extra=ON_EVERY_RANK,
+        )
     layers = _outermost([tree.outermost_peft_layer(name) for name in found])
     return layers + [name for name in _untied_embeddings(tree) if not _is_related(name, layers)]
 

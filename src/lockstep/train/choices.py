@@ -15,6 +15,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.packing import Packing, check_packing_supported, why_not
 from lockstep.dist import World, data_phase, max_over_ranks
 from lockstep.errors import ModelError
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.train.logprobs import packing_fault, packing_gap
 from lockstep.types import Sampling
 
@@ -41,6 +42,7 @@ def decide(
         log.warning(
             "train.%s: this run is on a CPU, whose memory is where everything is already; nothing is moved, and results are the same",
             " and train.".join(offloads),
+            extra=ON_EVERY_RANK,
         )
         decided |= dict.fromkeys(offloads, False)
     return train.model_copy(update=decided)
@@ -72,7 +74,13 @@ def choose_packing(
             return mode
         if asked != "auto":
             raise ModelError(f"train.packing: {reason}; use padded, or auto")
-        log.warning("train.packing auto: not %s with %s, which takes more time: %s", mode, config.model_type, reason)
+        log.warning(
+            "train.packing auto: not %s with %s, which takes more time: %s",
+            mode,
+            config.model_type,
+            reason,
+            extra=ON_EVERY_RANK,
+        )
     raise AssertionError("padded is always possible")
 
 

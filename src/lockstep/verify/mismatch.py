@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.errors import EngineMismatch
+from lockstep.logs import ON_EVERY_RANK
 from lockstep.train.mismatch import MismatchSums, mismatch_over_ranks, mismatch_sums
 
 __all__ = ["MismatchSums", "check_metrics", "coarser", "mismatch_over_ranks", "mismatch_sums"]
@@ -94,7 +95,7 @@ def check_metrics(
             )
         if _is_beyond(value, alarm.warn, alarm.side):
             said.append(f"step {step}: {name} is {value:.3g}, {alarm.side} {alarm.warn:g}: look into it")
-            log.warning(said[-1])
+            log.warning(said[-1], extra=ON_EVERY_RANK)
     return said
 
 
