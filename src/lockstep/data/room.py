@@ -14,8 +14,17 @@ from lockstep.types import Prompt, TrainItem
 
 
 def positions_of(config: Any) -> int | None:
-    """Tokens that a model of this transformers config has positions for; None where the config does not say."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Tokens that a model of this transformers config has positions for; None where the config does not say.
+
+    YaRN (arXiv 2309.00071) may be switched on in a config whose `max_position_embeddings` stays what it was (Qwen's model cards do
+    so): its factor counts, as in vLLM.
+    """
+    text = config.get_text_config(decoder=True)
+    told: int | None = getattr(text, "max_position_embeddings", None)
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    if told is None or rope.get("rope_type") != "yarn":
+        return told
+    return max(told, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or told)))
 
 
 def least(limits: Iterable[int | None]) -> int | None:
@@ -29,10 +38,11 @@ def check_room(prompts: Sequence[Prompt], *, key: str, max_new_tokens: int, limi
     for name, limit in limits.items():
         for prompt in prompts:
             if limit is not None and len(prompt.ids) + max_new_tokens > limit:
+                left = limit - max_new_tokens
+                drop = f", or data.prompt.max_tokens to {left}, which drops longer prompts" if left > 0 else ""
                 raise ConfigError(
                     f"prompt {prompt.uid!r} has {len(prompt.ids)} tokens and may get {max_new_tokens} new ones ({key}), and the model of "
-                    f"{name} has {limit} positions; lower {key}, or data.prompt.max_tokens to {max(limit - max_new_tokens, 0)}, which "
-                    "drops longer prompts"
+                    f"{name} has {limit} positions; lower {key}{drop}"
                 )
 
 

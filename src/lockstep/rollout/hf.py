@@ -14,6 +14,7 @@ from typing import Any, Protocol, get_args
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lockstep.data.room import positions_of
 from lockstep.errors import LockstepError, ModelError, StaleWeights, TransportError
 from lockstep.rollout.base import Abilities, Engine, check_prompts
 from lockstep.rollout.hf_batch import Batch, Budget, plan_batches
@@ -62,7 +63,7 @@ class HFEngine(Engine):
         self._tokenizer = tokenizer
         self._eos_ids = tuple(sorted(set(eos_ids)))
         self._cache_tokens = cache_tokens
-        self._max_len = model_max_len or getattr(_text_config(model), "max_position_embeddings", None)
+        self._max_len = model_max_len or positions_of(model.config)
         self._forward = LastLogits(model)
         # Taken before an adapter is injected: PEFT wraps modules, not parameters, so these stay the model's own.
         self._live = dict(model.state_dict(keep_vars=True))
