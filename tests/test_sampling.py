@@ -212,6 +212,7 @@ def test_a_row_of_nans_is_reported_by_its_logprob():
 OUT_OF_RANGE = [
     {"temperature": -0.1},
     {"temperature": float("nan")},
+    {"temperature": 1e-38},
     {"top_p": 0},
     {"top_p": 1.1},
     {"top_k": -1},

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lockstep.types import Draw, Sampling
 
+COLDEST = 1e-5
+"""The lowest temperature that is divided by; vLLM takes less for greedy."""
 REACH_TOLERANCE = 1e-6
 """A nucleus has reached top_p when it comes this close: sums of fp32 probabilities are exact to no more."""
 FIRST_NUCLEUS = 512
@@ -28,6 +30,10 @@ def check_sampling(sampling: Sampling) -> None:
     """Raises `ValueError` naming the field that is out of range."""
     if not sampling.temperature >= 0 or sampling.temperature == float("inf"):
         raise ValueError(f"temperature must be a finite number >= 0 (0 is greedy); {sampling.temperature} came")
+    if 0 < sampling.temperature < COLDEST:
+        raise ValueError(
+            f"temperature must be 0 (greedy) or at least {COLDEST:g}: logits divided by less overflow; {sampling.temperature} came"
+        )
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1 (1 keeps all tokens); {sampling.top_p} came")
     if sampling.top_k < 0:
