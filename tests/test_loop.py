@@ -252,6 +252,13 @@ def test_eval_scores_the_saved_adapter(model, tmp_path, capsys):
     assert f"{100 * summary['eval']['before']['accuracy']:.1f} %" in said and "without an adapter" in said
 
 
+def test_eval_names_the_limit_of_its_own_completions(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.evaluate.embedded_engine", lambda *_: pytest.fail("a model was loaded first"))
+    config = build_config(recipe(model, tmp_path / "run", eval={"max_new_tokens": 10_000}))
+    with pytest.raises(ConfigError, match=r"positions; lower eval\.max_new_tokens$"):
+        run_eval(config, adapter=None)
+
+
 def test_plain_peft_loads_the_checkpoint(model, tmp_path):
     run_training(build_config(recipe(model, tmp_path / "run", eval={"before": False, "after": False})), resume=False)
     base = AutoModelForCausalLM.from_pretrained(model)

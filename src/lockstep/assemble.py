@@ -123,16 +123,12 @@ def assemble(config: Config, world: World) -> Parts:
         tokenizer = load_tokenizer(files)
         data = load_data(config, tokenizer, rewards)
         stage = Stage.of(config.environment, tokenizer=tokenizer, prompt=config.data.prompt)
-        if stage is not None:
-            stage.check_room(data.train, key="rollout.max_new_tokens", max_new_tokens=config.rollout.max_new_tokens)
-            check_held_out_room(stage, data.held_out, config.eval.max_new_tokens)
         empty_teacher = build_teacher(config, files, tokenizer)
         empty_critic = build_critic(config, files, tokenizer)
         readers = {"teacher.path": empty_teacher, "critic.path": empty_critic}
         others = {name: each.model.config for name, each in readers.items() if each is not None}
         limits = {name: positions_of(each) for name, each in {"model.path": files.config, **others}.items()}
-        if stage is None:
-            check_prompts_fit(config, data, limits)
+        check_data_fits(config, data, stage, limits)
     sharded = make_sharded(config, files, world)
     engine, connect = start_engine(config, files, tokenizer, world)
     try:
@@ -224,18 +220,29 @@ def wire_dtype(config: Config, engine: Engine, export: Export) -> torch.dtype | 
     return getattr(torch, abilities.adapter_dtype)
 
 
-def check_held_out_room(stage: Stage, held_out: dict[str, tuple[Prompt, ...]], max_new_tokens: int) -> None:
-    """As `Stage.check_room`, under every template."""
+def check_data_fits(config: Config, data: Data, stage: Stage | None, limits: Mapping[str, int | None]) -> None:
+    """Before anything is loaded: is there room behind every prompt? What is trained on is read by all models (`limits`)."""
+    key, max_new_tokens = "rollout.max_new_tokens", config.rollout.max_new_tokens
+    _check_room_behind(data.train, stage, key=key, max_new_tokens=max_new_tokens, limits=limits)
+    check_held_out_fits(config, data.held_out, stage, positions=limits["model.path"])
+
+
+def check_held_out_fits(
+    config: Config, held_out: Mapping[str, tuple[Prompt, ...]], stage: Stage | None, *, positions: int | None
+) -> None:
+    """The same for what is only scored, under every template: the policy alone reads it (`positions`)."""
+    key, max_new_tokens = "eval.max_new_tokens", config.eval.max_new_tokens
     for prompts in held_out.values():
-        stage.check_room(prompts, key="eval.max_new_tokens", max_new_tokens=max_new_tokens)
+        _check_room_behind(prompts, stage, key=key, max_new_tokens=max_new_tokens, limits={"model.path": positions})
 
 
-def check_prompts_fit(config: Config, data: Data, limits: Mapping[str, int | None]) -> None:
-    """Before anything is loaded: what is trained on is read by all models (`limits`), what is only scored by the policy's."""
-    check_room(data.train, key="rollout.max_new_tokens", max_new_tokens=config.rollout.max_new_tokens, limits=limits)
-    policy = {"model.path": limits["model.path"]}
-    for prompts in data.held_out.values():
-        check_room(prompts, key="eval.max_new_tokens", max_new_tokens=config.eval.max_new_tokens, limits=policy)
+def _check_room_behind(
+    prompts: Sequence[Prompt], stage: Stage | None, *, key: str, max_new_tokens: int, limits: Mapping[str, int | None]
+) -> None:
+    if stage is None or not stage.kind.may_open:  # else it may put something shorter in a prompt's place
+        check_room(prompts, key=key, max_new_tokens=max_new_tokens, limits=limits)
+    if stage is not None:
+        stage.check_room(prompts, key=key, max_new_tokens=max_new_tokens)
 
 
 def make_episodes(

@@ -15,10 +15,11 @@ from typing import Any
 from rich.table import Table
 
 from lockstep import dist
-from lockstep.assemble import Data, check_held_out_room, encode_held_out, eval_rewards
+from lockstep.assemble import Data, check_held_out_fits, encode_held_out, eval_rewards
 from lockstep.checkpoint import read_adapter_folder
 from lockstep.config import Config
 from lockstep.data.rewards import RewardSet
+from lockstep.data.room import positions_of
 from lockstep.data.source import load_rows
 from lockstep.dist import World, agree, all_or_none, sum_over_ranks
 from lockstep.engines import embedded_engine, make_sampling
@@ -119,16 +120,15 @@ def run_eval(config: Config, *, adapter: str | None, templates: tuple[str, ...] 
         tokenizer = load_tokenizer(files)
         rows = load_rows(config.data.eval, origin="data.eval")
         held_out = encode_held_out(config.data, rows, tokenizer, templates)
+        chosen = {name: held_out[name] for name in templates or held_out}
         stage = Stage.of(config.environment, tokenizer=tokenizer, prompt=config.data.prompt)
-        if stage is not None:
-            check_held_out_room(stage, held_out, config.eval.max_new_tokens)
+        check_held_out_fits(config, chosen, stage, positions=positions_of(files.config))
         engine = embedded_engine(config, files, tokenizer, world)
         if adapter is not None:
             _push_folder(engine, Path(adapter))
         sampling = replace(
             make_sampling(config, engine.eos_ids), temperature=0.0, max_new_tokens=config.eval.max_new_tokens
         )
-        chosen = {name: held_out[name] for name in templates or held_out}
         generate = _together(engine, world)
         if stage is not None:
             generate = opened.enter_context(

@@ -36,7 +36,7 @@ def test_a_prompt_without_room_names_the_model_and_what_to_set():
 
 
 def test_no_limit_of_prompts_helps_where_a_completion_alone_is_too_long():
-    with pytest.raises(ConfigError, match="has 12 positions; lower rollout.max_new_tokens$"):
+    with pytest.raises(ConfigError, match=r"has 12 positions; lower rollout\.max_new_tokens$"):
         check_room(PROMPTS, key="rollout.max_new_tokens", max_new_tokens=12, limits={"model.path": 12})
 
 

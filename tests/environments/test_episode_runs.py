@@ -170,6 +170,15 @@ def test_a_run_without_room_for_a_second_reply_is_refused_before_the_model_is_lo
         run_training(build_config(tree), resume=False)
 
 
+def test_a_first_reply_needs_positions_behind_the_rows_prompt(model, tmp_path):
+    tree = make_tree(model, tmp_path / "run", steps=1, environment={"name": f"{HERE}:Bare"})
+    tree["rollout"] = {**tree["rollout"], "max_new_tokens": 300}
+    with pytest.raises(
+        ConfigError, match=r"the model of model\.path has 256 positions; lower rollout\.max_new_tokens$"
+    ):
+        run_training(build_config(tree), resume=False)
+
+
 def test_the_constant_length_is_that_of_all_turns(model, tmp_path):
     tree = make_tree(model, tmp_path / "run", steps=1)
     parts = assemble(build_config(tree), World())
