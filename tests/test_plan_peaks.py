@@ -14,7 +14,7 @@ from helpers_train import PLAIN, Unsharded, adapt, make_actor, make_items
 from lockstep.config import TrainConfig, build_config
 from lockstep.data.packing import pack
 from lockstep.known_warnings import while_recomputing
-from lockstep.plan_activations import META, cache_bytes, longest_batch, measure_activations
+from lockstep.plan_activations import META, cache_bytes, longest_batch, longest_sample, measure_activations
 from lockstep.plan_peaks import LiveBytes, measure_logits, measure_step
 from lockstep.plan_run import RunModels
 from lockstep.rollout.hf_cache import new_cache
@@ -168,6 +168,20 @@ def test_the_longest_micro_batch_is_a_full_one_or_all_of_a_ranks_samples():
         assert longest_batch(config_of(train=how), model, 1).padded_tokens == rows * 25
     short = longest_batch(config_of(train={"micro_batch_tokens": 60, "packing": "padded"}), model, 2)
     assert short.padded_tokens == 2 * 25 and short.input_ids.is_meta
+
+
+def test_the_longest_sample_ends_where_the_recipe_or_the_model_ends_it():
+    model = tiny_llama(max_position_embeddings=256)
+    talk = {"name": "calculator", "max_turns": 3, "max_observation_tokens": 7}
+    told = [
+        (config_of(), (20, 5)),
+        (config_of(environment=talk), (20, 3 * 5 + 2 * 7)),  # nothing stands behind the last reply
+        (config_of(environment={**talk, "max_tokens": 40}), (20, 20)),
+        (config_of(environment={**talk, "max_tokens": 22}), (20, 5)),  # the first reply is sampled all the same
+        (config_of(environment={**talk, "max_turns": 90}), (20, 236)),
+        (config_of(data={"train": {"task": "sums"}, "prompt": {"max_tokens": 1024}}), (251, 5)),
+    ]
+    assert [longest_sample(config, model) for config, _ in told] == [expected for _, expected in told]
 
 
 def test_the_cache_is_the_engines_own_for_as_many_tokens_as_it_may_hold():

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.config import Config
 from lockstep.data.packing import MicroBatch, pack
+from lockstep.data.room import least, positions_of
 from lockstep.known_warnings import while_recomputing
 from lockstep.model.value_model import ValueHead
 from lockstep.plan_peaks import LiveBytes
@@ -45,9 +46,9 @@ class Activations:
 
 def longest_batch(config: Config, model: Any, num_ranks: int) -> MicroBatch:
     """The largest micro-batch of a rank whose prompts and completions are all as long as the recipe allows, on meta."""
-    rollout, (prompt, completion) = config.rollout, longest_sample(config)
+    rollout, (prompt, completion) = config.rollout, longest_sample(config, model)
     most = config.train.micro_batch_tokens // completion + 1  # further samples are in other micro-batches
-    groups = min(-(-rollout.prompts_per_step // num_ranks), -(-most // rollout.group_size))
+    groups = min(most_prompts(config, num_ranks), -(-most // rollout.group_size))
     items = [
         TrainItem((1,) * prompt, (1,) * completion, (0.0,) * completion, 0.0, group)
         for group in range(groups)
@@ -79,9 +80,8 @@ def measure_activations(
             saved = live.now
             if with_gradient:
                 rows.sum().backward()
-    except (
-        RuntimeError
-    ) as error:  # a model that looks at values on its way (experts that count their tokens) has none to look at
+    except RuntimeError as error:
+        # A model that looks at values on its way (experts that count their tokens) has none to look at.
         return Activations(batch.padded_tokens, 0, 0, f"{type(model).__name__} cannot be run without values: {error}")
     model.zero_grad()
     return Activations(batch.padded_tokens, saved, live.peak)
@@ -117,20 +117,32 @@ def cache_bytes(run: RunModels, num_ranks: int) -> int | None:
     except RuntimeError:  # as in `measure_activations`
         return None
     per_token = sum(cast(Any, layer).keys.nbytes + cast(Any, layer).values.nbytes for layer in cache.layers) // 2
-    return per_token * min(run.config.rollout.batch_tokens, most_tokens(run.config, num_ranks))
+    return per_token * min(run.config.rollout.batch_tokens, most_tokens(run.config, run.engine, num_ranks))
 
 
-def most_tokens(config: Config, num_ranks: int) -> int:
+def most_prompts(config: Config, num_ranks: int) -> int:
+    """Of a step, on the rank that has most."""
+    return -(-config.rollout.prompts_per_step // num_ranks)
+
+
+def most_tokens(config: Config, model: Any, num_ranks: int) -> int:
     """Prompts and completions of a rank's samples in a step, when all are as long as the recipe allows."""
-    prompt, completion = longest_sample(config)
-    return -(-config.rollout.prompts_per_step // num_ranks) * config.rollout.group_size * (prompt + completion)
+    return most_prompts(config, num_ranks) * config.rollout.group_size * sum(longest_sample(config, model))
 
 
-def longest_sample(config: Config) -> tuple[int, int]:
-    """Tokens of its prompt, and of what follows, observations included."""
-    environment, new = config.environment, config.rollout.max_new_tokens
-    follows = environment.max_turns * (new + environment.max_observation_tokens) if environment else new
-    return config.data.prompt.max_tokens, follows
+def longest_sample(config: Config, model: Any) -> tuple[int, int]:
+    """Tokens of its prompt, and of what follows, observations included: as the recipe allows, and as the model has positions for."""
+    environment, new, positions = config.environment, config.rollout.max_new_tokens, positions_of(model.config)
+    prompt = config.data.prompt.max_tokens
+    if positions is not None:
+        prompt = max(1, min(prompt, positions - new))
+    if environment is None:
+        return prompt, new
+    # Nothing stands behind the last reply, and the first one is sampled whatever the limits are (`Episodes`).
+    turns = environment.max_turns
+    follows = turns * new + (turns - 1) * environment.max_observation_tokens
+    limit = least([environment.max_tokens, positions])
+    return prompt, follows if limit is None else max(new, min(follows, limit - prompt))
 
 
 class FusedAttention(TorchFunctionMode):

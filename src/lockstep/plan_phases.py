@@ -13,7 +13,7 @@ from lockstep.config import Config
 from lockstep.engines import DTYPES, make_sampling
 from lockstep.export.cost import ExportCost
 from lockstep.names import clean_name, is_adapter_name
-from lockstep.plan_activations import Activations, cache_bytes, most_tokens, run_activations
+from lockstep.plan_activations import Activations, cache_bytes, most_prompts, most_tokens, run_activations
 from lockstep.plan_memory import Layout, ModelUse, model_use
 from lockstep.plan_peaks import LogitsUse, measure_logits
 from lockstep.plan_run import RunModels
@@ -88,8 +88,7 @@ def run_use(run: RunModels, plans: Sequence[ShardingPlan], num_ranks: int, *, ex
         for each, layout in zip(run.sharded, layouts, strict=True)
     }
     logits = _logits(config, run.sharded[0].model, num_ranks)
-    # What environments say is not of this length.
-    many = config.environment is not None or most_tokens(config, num_ranks) > config.train.micro_batch_tokens
+    many = most_tokens(config, run.sharded[0].model, num_ranks) > config.train.micro_batch_tokens
     activations = run_activations(run, num_ranks)
     phases = _updates(models, _Backward(config, activations, many), logits.nbytes, held=_teachers_head(run, layouts))
     phases.append(_export(config, plans[0], exports))
@@ -230,7 +229,7 @@ def _teachers_head(run: RunModels, layouts: Sequence[Layout]) -> int:
 def _logits(config: Config, policy: Any, num_ranks: int) -> LogitsUse:
     head, rollout = policy.get_output_embeddings(), config.rollout
     turns = config.environment.max_turns if config.environment else 1
-    sampled = -(-rollout.prompts_per_step // num_ranks) * rollout.group_size * rollout.max_new_tokens * turns
+    sampled = most_prompts(config, num_ranks) * rollout.group_size * rollout.max_new_tokens * turns
     return measure_logits(
         num_tokens=min(config.train.micro_batch_tokens, sampled),
         chunk_tokens=CHUNK_TOKENS,

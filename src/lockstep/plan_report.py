@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.config import Config, LoraSection, build_config, load_config
+from lockstep.engines import DTYPES
 from lockstep.errors import ConfigError, ModelError
 from lockstep.export.cost import ExportCost, export_costs
 from lockstep.model.dtype import DtypeFinding, DtypePlan, Rule
@@ -33,7 +34,6 @@ from lockstep.sharding.sizes import Backend, shard_bytes, unit_shard_bytes
 
 SCHEMA = 1
 BUCKET_BYTES = 64 << 20
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,8 @@ class _Search:
         try:
             return find_model(path, option)
         except ModelError as error:
-            files = find_model(
-                path, option, needs_weights=False
-            )  # the same error, where there is no configuration either
+            # The same error, where there is no configuration either.
+            files = find_model(path, option, needs_weights=False)
             self.warn(error)
             return files
 
