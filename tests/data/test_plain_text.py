@@ -170,11 +170,21 @@ def test_templates_may_trim_and_escape(show, content):
 def test_names_roles_and_tool_calls_are_texts_too():
     template = TEMPLATE.replace("m['content']", "(m.name ~ (m.calls | tojson) if m.calls) ~ m['content']")
     tokenizer = byte_level(template=template)
-    message = {"role": "user<|end|>", "name": "<|end|>", "calls": [{"f": ["<|start|>", 1, None]}], "content": "<|end|>"}
+    calls = [
+        {"f": ["<|start|>", 1, None], "<|end|>": {"a<|end|>": 2, 3: 4}}
+    ]  # a tool's arguments, with keys of its own
+    message = {"role": "user<|end|>", "name": "<|end|>", "calls": calls, "content": "<|end|>"}
     ids, text, _ = encoded(tokenizer, [message])
-    assert tokenizer.decode(ids) == text and text.count("<|end|>") == 4
+    assert tokenizer.decode(ids) == text and text.count("<|end|>") == 6
     assert [ids.count(tokenizer.convert_tokens_to_ids(token)) for token in TURNS] == [2, 1]
-    assert message["calls"] == [{"f": ["<|start|>", 1, None]}]  # it is not written to
+    assert list(calls[0]) == ["f", "<|end|>"] and calls[0]["f"] == ["<|start|>", 1, None]  # it is not written to
+
+
+def test_a_special_token_that_is_a_word_leaves_the_templates_own_words_alone():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["content"]})
+    ids, text, _ = encoded(tokenizer, [{"role": "user", "content": "the content"}])
+    assert tokenizer.decode(ids) == text and tokenizer.convert_tokens_to_ids("content") not in ids
 
 
 def test_a_token_within_a_token_and_tokens_that_overlap():

@@ -62,7 +62,7 @@ class PlainText:
         self._line = self._ids("\n")
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> Marked:
-        """Every text in the messages, also those inside tool calls, and roles."""
+        """Every text in the messages, also those inside tool calls (a tool's arguments have keys of its own), and roles."""
         copied = cast(list[dict[str, Any]], _mapped(list(messages), lambda text: text))
         spelled = frozenset(token for text in texts_in(copied) for token in self._spelled(text))
         if not spelled or self._keeps_tokens:
@@ -132,11 +132,13 @@ def _one_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in a message, or in what is made of messages; keys are none."""
+    """All texts in a message, or in what is made of messages; also keys, but for plain words, which templates ask for by name."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
+        for key, each in value.items():
+            if _is_text(key):
+                yield key
             yield from texts_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
@@ -152,12 +154,16 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def _is_text(key: Any) -> bool:
+    return isinstance(key, str) and not key.isidentifier()
+
+
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy with every text changed; keys stay."""
+    """A copy with every text changed (`texts_in`)."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(each, change) for key, each in value.items()}
+        return {change(key) if _is_text(key) else key: _mapped(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_mapped(each, change) for each in value]
     return value
