@@ -360,7 +360,8 @@ def _check_data(config: Config) -> None:
             raise ValueError(f"{where} must contain {{prompt}}, which stands for the question; it is {text!r}")
     if config.eval.every_steps and config.data.eval is None:
         raise ValueError(
-            f"eval.every_steps is {config.eval.every_steps}, and there is no held-out data to score; give data.eval, or leave it out"
+            f"eval.every_steps is {config.eval.every_steps}, and there is no held-out data to score; give data.eval, or leave "
+            "every_steps out"
         )
 
 
