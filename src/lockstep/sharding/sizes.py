@@ -33,11 +33,6 @@ def unit_shard_bytes(unit: ShardUnit, rank: int, world_size: int, backend: Backe
     return _flat_bytes(unit, world_size) // world_size + _payload_bytes(unit)
 
 
-def largest_shard_bytes(plan: ShardingPlan, world_size: int, backend: Backend) -> int:
-    """The same for the rank that holds most: the first, in both backends."""
-    return shard_bytes(plan, 0, world_size, backend)
-
-
 def rows_of_rank(tensor: PlannedTensor, rank: int, world_size: int) -> int:
     """Rows of dim 0 that FSDP2 gives to a rank; a scalar counts as one row."""
     rows = tensor.shape[0] if tensor.shape else 1
