@@ -19,7 +19,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lockstep import dist
 from lockstep.config import Config
-from lockstep.data.room import positions_of
 from lockstep.dist import World, all_or_none
 from lockstep.errors import ConfigError
 from lockstep.model.load import ModelFiles, load_whole
@@ -188,7 +187,8 @@ class _Sglang(_Shared):
                 "rollout.engine sglang reads updates from files: leave sync.transport at auto, or say disk"
             )
         check_distribution(make_sampling(self.config, self.eos_ids))
-        max_len = positions_of(self.files.config)
+        # Not `positions_of`: the server, unless told its context length, adds nothing for YaRN.
+        max_len = getattr(self.files.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if engine.url:
             return SglangEngine.connect(
                 engine.url[0],
