@@ -219,9 +219,9 @@ def show(done: list[Measured], *, per_step: int) -> None:
         "",
         "seeds",
         "samples/CPU s",
-        "lockstep is",
+        "of TRL's",
         "peak MiB",
-        "lockstep has",
+        "of TRL's",
         "mean reward",
         "last 3 steps",
     ):
@@ -237,9 +237,9 @@ def show(done: list[Measured], *, per_step: int) -> None:
             name,
             str(len(runs)),
             f"{speeds[name]:.2f}",
-            f"{speeds[names[0]] / speeds[name]:.2f}x",
+            f"{speeds[name] / speeds['TRL']:.2f}x",
             f"{peaks[name]:.0f}",
-            f"{peaks[names[0]] / peaks[name]:.2f}x",
+            f"{peaks[name] / peaks['TRL']:.2f}x",
             spread([statistics.fmean(run.rewards) for run in runs]),
             spread([statistics.fmean(run.rewards[-3:]) for run in runs]),
         )
