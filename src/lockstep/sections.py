@@ -77,7 +77,7 @@ class ShardingConfig(Section):
     )
     reshard_after_forward: bool = Field(
         default=True,
-        description="drop gathered parameters after forward (least memory); false: keep them until backward",
+        description="drop gathered parameters after forward (least memory); false: keep them until the last backward of an update",
     )
 
 

@@ -107,12 +107,16 @@ class FSDP2Model(LiveModel):
         *,
         plan: ShardingPlan | None = None,
         fill_device: torch.device | None = None,
+        keeps_gathered: bool = False,
     ):
-        """Not collective. Without `plan`, the units are the modules that `fully_shard` was called on.
+        """Not collective. Without `plan`, the units are the modules that `fully_shard` was called on. `keeps_gathered`: what a
+        forward has gathered stays so until the last micro-batch's backward, as fully_shard's reshard_after_forward=False asks for
+        one forward and backward; otherwise every micro-batch gathers the frozen base again.
 
         Raises `ModelError` naming a parameter whose placement is not supported.
         """
         self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self._keeps_gathered = keeps_gathered
         self.module = module
         self.settle()
         held = row_shards(module, world, fill_device=fill_device or world.device)
@@ -126,6 +130,8 @@ class FSDP2Model(LiveModel):
     def set_gradient_sync(self, on: bool) -> None:
         for unit in self._units:
             unit.set_requires_gradient_sync(on, recurse=False)
+            if self._keeps_gathered:
+                unit.set_reshard_after_backward(on, recurse=False)
         set_sync(self.module, on)
 
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -207,7 +213,8 @@ def wrap_fsdp2(
     for name in units:
         parent, key = places[name][0] if name else (module, "")
         fully_shard(cast(nn.Module, parent._modules[key]) if name else module, **options)
-    return FSDP2Model(module, world, fill_device=torch.device("cpu") if cpu_offload else world.device)
+    fill_device = torch.device("cpu") if cpu_offload else world.device
+    return FSDP2Model(module, world, fill_device=fill_device, keeps_gathered=not reshard_after_forward)
 
 
 def is_wrapped_by_fsdp2(module: nn.Module) -> bool:
