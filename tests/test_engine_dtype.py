@@ -48,7 +48,7 @@ def test_a_merged_update_is_rounded_once_to_the_engines_dtype(model, tmp_path, m
 
     real = assemble.start_engine
     monkeypatch.setattr(assemble, "start_engine", start)
-    monkeypatch.setattr(assemble.log, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(assemble.log, "warning", lambda text, *values, **_: told.append(text % values))
     run_training(config(model, tmp_path / "run"), resume=False)
     folder = tmp_path / "run" / "checkpoints" / "step-000002" / "adapter"
     merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder).merge_and_unload()
